@@ -247,23 +247,6 @@ def test_all_kinds_of_layers_are_updated_as_unsplit(size: int | None) -> None:
     assert int(found["twice.num_batches_tracked"]) == 4
 
 
-@pytest.mark.parametrize("norms", ["keep", "sync", "exact", Ghost(4), "freeze"])
-def test_looking_at_gradients_changes_no_statistics(norms: Any) -> None:
-    """`engine.gradients` changes no buffers or momentum under any policy, and `close` removes all hooks."""
-    model = network()
-    before = buffers_of(model)
-    with ab.Engine(
-        model, Keeping(model.parameters(), lr=0.1), ab.mean_over_samples(classify), micro_batch_size=4, norms=norms
-    ) as engine:
-        engine.gradients(images())
-        assert engine.decisions["norms"].startswith(f"{norms if isinstance(norms, str) else 'ghost'} (7 BatchNorm")
-    assert largest_difference(buffers_of(model), before) == 0.0
-    for module in model.modules():
-        assert not module._forward_hooks and not module._forward_pre_hooks  # noqa: PT018, SLF001 (one claim)
-        assert getattr(module, "momentum", 0.1) == 0.1
-        assert module.training
-
-
 def test_frozen_layers_train_weight_and_bias_only() -> None:
     """With norms="freeze", training equals the network in eval mode, and layers without statistics raise an error."""
     model = network().eval()
@@ -335,36 +318,6 @@ def test_every_rank_takes_part(three_ranks: Ranks) -> None:
         assert all("rank 1 has no sample" in said for said in three_ranks.run(no_share, norms))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_autocast_holds_in_every_micro_batch(precision: Any) -> None:
-    """Every micro-batch runs under autocast, which is per thread, and the gradient is right up to rounding."""
-    seen: list[torch.dtype] = []
-
-    def watched(model: nn.Module, batch: Batch) -> torch.Tensor:
-        logits = model(batch["x"])
-        seen.append(logits.dtype)
-        return F.cross_entropy(logits.float(), batch["y"])
-
-    batch = images()
-    batch["x"] = batch["x"].float()
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    expected, _ = native(network().float(), batch)
-    expected = {name: None if g is None else g.clone() for name, g in expected.items()}
-    model = network().float()
-    with ab.Engine(
-        model,
-        Keeping(model.parameters(), lr=0.1),
-        ab.mean_over_samples(watched),
-        micro_batch_size=4,
-        norms="exact",
-        precision=precision,
-        check_loss=False,  # the check's calls would be recorded too
-    ) as engine:
-        found = engine.gradients(batch)
-    assert seen == [dtype] * 4
-    assert relative_error(found, expected) < 0.05
-
-
 class Wayward(nn.Module):
     """Skips a layer if the first number of a micro-batch is negative."""
 
@@ -419,23 +372,6 @@ def test_what_cannot_meet_is_refused(
         pytest.raises(kind),
     ):
         engine.step(batch)
-
-
-def test_a_layer_with_its_activation_inside_stays_whole() -> None:
-    """Exact normalisation keeps the rest of a BatchNorm subclass, such as an activation."""
-
-    class WithActivation(nn.BatchNorm1d):
-        def forward(self, values: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(super().forward(values))
-
-    def built() -> nn.Module:
-        torch.manual_seed(5)
-        return nn.Sequential(nn.Linear(5, 5), WithActivation(5), nn.Linear(5, 4)).double()
-
-    expected, _ = native(built(), vectors(13), on_vectors)
-    loss = ab.mean_over_samples(on_vectors)
-    found, _ = trained(vectors(13), Split(micro_batch_size=3), ab.World(), built(), norms="exact", loss=loss)
-    assert relative_error(found, expected) <= TOLERANCE
 
 
 def test_a_mean_far_from_zero_costs_little() -> None:

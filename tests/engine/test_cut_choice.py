@@ -194,16 +194,6 @@ def test_a_mean_over_samples_is_padded_for() -> None:
         assert "mean over samples" in engine.decisions["layout"]
 
 
-@pytest.mark.usefixtures("_timed")
-def test_random_numbers_of_samples_are_padded_for() -> None:
-    """With rng="per_sample" samples are padded: random numbers are drawn by row, and packed samples share one."""
-    device = SimulatedDevice(0.01)
-    with engine_on(device, rng="per_sample") as engine:
-        engine.step(next(iter(batches_of())))
-        assert device.newest == "padded"
-        assert "rng='per_sample'" in engine.decisions["layout"]
-
-
 @pytest.mark.parametrize(
     "wrong",
     [

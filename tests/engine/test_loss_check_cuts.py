@@ -193,53 +193,6 @@ def test_batches_without_one_row_for_each_sample(name: str, right: bool) -> None
     engine.close()
 
 
-class Graphs(Dataset[tuple[torch.Tensor, int]]):
-    """Graphs of different sizes, as vectors of their nodes."""
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
-        generator = torch.Generator().manual_seed(number)
-        return torch.randn(2 + number % 5, 5, generator=generator, dtype=torch.float64), number % 3
-
-
-class Flat:
-    """A batch of graphs with all nodes concatenated, without an axis of samples."""
-
-    def __init__(self, graphs: Sequence[tuple[torch.Tensor, int]]) -> None:
-        self.x = torch.cat([nodes for nodes, _ in graphs])
-        self.graph = torch.cat([torch.full((len(nodes),), n) for n, (nodes, _) in enumerate(graphs)])
-        self.y = torch.tensor([label for _, label in graphs])
-
-
-def of_graphs(model: nn.Module, batch: Flat) -> torch.Tensor:
-    """Return a mean over graphs."""
-    pooled = torch.zeros(len(batch.y), 3, dtype=torch.float64).index_add(0, batch.graph, model(batch.x))
-    return F.cross_entropy(pooled, batch.y)
-
-
-def of_nodes(model: nn.Module, batch: Flat) -> torch.Tensor:
-    """Return a mean over nodes."""
-    return F.cross_entropy(model(batch.x), batch.y[batch.graph])
-
-
-@pytest.mark.parametrize("right", [True, False])
-def test_batches_that_cannot_be_cut_are_put_together_by_their_own_collate_function(right: bool) -> None:
-    """For graphs that only `collate` can join, a mean over graphs passes; a mean over nodes raises an error."""
-    batches = ab.batches(Graphs(), effective_batch_size=24, collate=Flat, shuffle=False)
-    engine = engine_of(ab.mean_over_samples(of_graphs if right else of_nodes))
-    for batch in batches:
-        if right:
-            engine.step(batch)
-            assert HOLDS in engine.decisions["loss"]
-        else:
-            with pytest.raises(LossError) as caught:
-                engine.step(batch)
-            assert caught.value.cause == "other_items"
-    engine.close()
-
-
 def with_numpy(model: nn.Module, batch: Any) -> torch.Tensor:
     """Return a mean over samples that are mixed with others chosen by NumPy."""
     other = torch.from_numpy(np.random.permutation(len(batch["x"])))

@@ -21,7 +21,7 @@ from anybatch.core.size_choice import KnownSize
 from anybatch.engine.micro_batch_size.budget_trials import WORTH_TIMING
 from anybatch.engine.micro_batch_size.search import Auto, Search, TrialResult
 from anybatch.engine.micro_batches import RankShare
-from anybatch.errors import BatchSizeError, CannotPlanError, CompositionError
+from anybatch.errors import BatchSizeError, CompositionError
 from anybatch.parallel.fsdp import FSDP
 from tests.engine.cases import Batch, InMemory, classify, vectors
 from tests.ranks_fixture import Ranks
@@ -284,25 +284,6 @@ def test_a_plan_is_a_bound() -> None:
     assert words.endswith("; 12 fits, as planned")
 
 
-def test_no_plan() -> None:
-    """If planning fails, sizes are doubled and the reason is reported; without a planner no text is added."""
-    model = Model(straight)
-
-    def cannot(batch: Batch, num_samples: int) -> int:
-        del batch, num_samples
-        message = "cannot plan, will probe: a kernel of its own"
-        raise CannotPlanError(message)
-
-    _, words = settled(model, auto=Auto(clock=model.clock, largest=cannot))
-    assert max(model.sizes) == NUM_SAMPLES
-    assert "sizes were doubled, because there is no plan (cannot plan, will probe: a kernel of its own)" in words
-
-    model = Model(straight)
-    _, words = settled(model, auto=Auto(clock=model.clock, largest=lambda _batch, _num_samples: None))
-    assert max(model.sizes) == NUM_SAMPLES
-    assert "plan" not in words
-
-
 # No leftovers
 
 
@@ -352,27 +333,6 @@ def test_running_out_of_memory_leaves_nothing_behind() -> None:
     assert {2, 16} <= set(tried.sizes)
     assert all(torch.equal(*pair) for pair in zip(found.tensors, wanted.tensors, strict=True))
     assert found.draws == wanted.draws
-
-
-def test_an_interrupt_leaves_nothing_behind() -> None:
-    """Ctrl-C during trials restores buffers, random numbers and gradients."""
-    model = Model()
-
-    def interrupted(size: int) -> float:
-        if size == NUM_SAMPLES:
-            raise KeyboardInterrupt
-        return best_at_eight(size)
-
-    model.seconds = interrupted
-    with engine_of(model) as engine:
-        before = [*(tensor.clone() for tensor in model.state_dict().values()), torch.get_rng_state()]
-        with pytest.raises(KeyboardInterrupt):
-            engine.step(InMemory(vectors(NUM_SAMPLES)))
-        after = [*model.state_dict().values(), torch.get_rng_state()]
-        gradients = [parameter.grad for parameter in model.parameters()]
-
-    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-    assert not any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
 
 # Cases without timing

@@ -110,26 +110,6 @@ def test_twice_in_one_step(two_ranks: Ranks) -> None:
         assert same(failing.weights, planned[1].weights), at
 
 
-@pytest.mark.parametrize(
-    ("loss", "at"), [("plain", (3, 3, 3)), ("plain", (30, 0, 8)), ("joint", (3, 3, 3)), ("joint", (0, 12, 31))]
-)
-def test_several_of_three_ranks_fail_at_once(at: tuple[int, ...], loss: str, three_ranks: Ranks) -> None:
-    """Ranks that fail at different places of the same try agree on one smaller size and report it alike.
-
-    With a cross-sample loss, a rank is stopped where another one fails, before its own fault, which it then meets in
-    the next try: two events.
-    """
-    run = Run(strategy="all_reduce", loss=loss)
-    ends = three_ranks.run(train, run, Fault(at=at))
-    size = ends[0].events[-1][2]
-    planned = three_ranks.run(train, expect(run, {"micro_batch_size": size}))
-    for rank, end in enumerate(ends):
-        assert same(end.weights, planned[rank].weights)
-        assert [event[1:] for event in end.events] == [event[1:] for event in ends[0].events]
-        assert sum(phase is not None for phase, *_ in end.events) == (at[rank] > 0)
-    assert size == (LARGE // 4 if loss == "joint" and max(at) > 20 else LARGE // 2)
-
-
 @pytest.mark.slow
 def test_the_failed_try_lets_go_of_its_memory() -> None:
     """When the next try begins, all tensors of the failed one are freed, without garbage collection."""

@@ -358,21 +358,6 @@ def test_samples_in_the_second_axis_are_asked_for(by_hand: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "word"),
-    [(nn.LSTM(4, 4, 2, dropout=0.1), "LSTM(dropout=0.1)"), (nn.RNN(4, 4, 2, dropout=0.2), "RNN(dropout=0.2)")],
-    ids=["lstm", "rnn"],
-)
-def test_recurrent_layers_are_refused_before_anything_runs(layer: nn.Module, word: str) -> None:
-    """A recurrent layer with dropout is refused when the engine is built, but only in training mode."""
-    network = Inside(torch.tanh, layer=layer)
-    with pytest.raises(CompositionError) as caught:
-        make_engine(network)
-    assert word in str(caught.value)
-    assert "'inside.layer'" in str(caught.value)
-    make_engine(network.eval()).close()
-
-
-@pytest.mark.parametrize(
     ("dims", "words"), [({"encodre": 1}, ("'encodre'", "'first'")), ({"first": -1}, ("'first'", "-1"))]
 )
 def test_wrong_declarations_are_refused(dims: dict[str, int], words: tuple[str, ...]) -> None:

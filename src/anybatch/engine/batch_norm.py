@@ -76,7 +76,8 @@ def accumulate_together(
             )
             forward = forward_of(context.loss, micro_batch, sums[number])
             random = context.randomness.micro_batch(micro_batch)
-            with random, thread_state.applied(), together, _hooks(store), context.autocast():
+            offloaded = nullcontext() if store is None else store.hooks()
+            with random, thread_state.applied(), together, offloaded, context.autocast():
                 terms: Terms = context.prepared.call(forward, batch)
             contributions = [term.detach() for term in terms]
             sums[number].contributions.append((micro_batch.factors, contributions))
@@ -157,10 +158,6 @@ def _joined(sums: Sequence[Sums]) -> Sums:
         joined.contributions += part.contributions
         joined.late_counts += part.late_counts
     return joined
-
-
-def _hooks(store: HostStore | None) -> AbstractContextManager[object]:
-    return nullcontext() if store is None else store.hooks()
 
 
 class _ThreadState:

@@ -157,8 +157,10 @@ class BufferUpdates:
         """Return a buffer's new value, or the old one if no micro-batch ran."""
         if callable(pool.update):
             local = [(start, number, value.cpu()) for start, number, value in pool.found]
+            with self._world.collective():
+                shares = self._world.gather_objects(local)
             # In the order of the effective batch, which does not depend on the cut or the number of ranks.
-            found = sorted((entry for share in self._gathered(local) for entry in share), key=lambda entry: entry[0])
+            found = sorted((entry for share in shares for entry in share), key=lambda entry: entry[0])
             values = [value.to(pool.value.device) for _, _, value in found]
             return pool.update(pool.value, values, [number for _, number, _ in found]) if found else pool.value
         first = next((rank for rank, number in enumerate(numbers) if number), None)
@@ -171,10 +173,6 @@ class BufferUpdates:
         with self._world.collective():
             total = self._strategy.sum(share)
         return total / sum(numbers) if pool.update == "mean" else total
-
-    def _gathered(self, local: list[Any]) -> list[list[Any]]:
-        with self._world.collective():
-            return self._world.gather_objects(local)
 
     def _found(self, chosen: Mapping[str, BufferUpdate], modules: nn.Module) -> list[_Pool]:
         pools: dict[str, _Pool] = {}
@@ -351,13 +349,7 @@ class _ReadWatch(TorchFunctionMode):
         self._owners = {id(tensor): name for name, tensors in states.items() for tensor in tensors}
         self.names: set[str] = set()
 
-    def __torch_function__(
-        self,
-        func: Any,  # noqa: ANN401 (torch's protocol)
-        types: Any,  # noqa: ANN401 (torch's protocol)
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 (torch's protocol)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 (torch's protocol)
         """Run the function, and record its reads."""
         given = dict(kwargs or {})
         result = func(*args, **given)

@@ -46,7 +46,30 @@ class PerSample:
                 raise UserError(message)
 
 
-class SampleRandomness:
+class KeyedGenerators:
+    """Torch's generators of the CPU and the rank's device, seeded in a step; the caller's state returns at its end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.generators = [torch.default_generator, *device_generators(device)]
+        self._states: list[torch.Tensor] = []
+
+    def __enter__(self) -> Self:
+        self._states = [generator.get_state() for generator in self.generators]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for generator, state in zip(self.generators, self._states, strict=True):
+            generator.set_state(state)
+
+    def whole(self, seed: int) -> None:
+        """Seed the numbers that are drawn once for the effective batch, which do not depend on the cut."""
+        for generator in self.generators:
+            generator.manual_seed(seed)
+
+
+class SampleRandomness(KeyedGenerators):
     """Gives dropout masks that are keyed by sample, and restores the caller's random state at the end.
 
     A torch function mode intercepts dropout functions while a micro-batch runs. The number of a call is stored in the
@@ -61,21 +84,15 @@ class SampleRandomness:
     covers_backward = True  # a checkpointed block that is recomputed there needs the masks of its forward
 
     def __init__(self, policy: PerSample, modules: nn.Module, device: torch.device) -> None:
+        super().__init__(device)
         _refuse_layers(modules)
-        self._draws = _Draws(dict(modules.named_modules()), _axes_of_modules(policy, modules), device)
-        self._states: list[torch.Tensor] = []
+        axes = _axes_of_modules(policy, modules)
+        self._draws = _Draws(dict(modules.named_modules()), axes, device, self.generators)
 
     def __enter__(self) -> Self:
-        self._states = [generator.get_state() for generator in self._draws.generators]
         # Calls are compared within a step only: the next step may take another path through the model.
         self._draws.num_calls_of_step = None
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for generator, state in zip(self._draws.generators, self._states, strict=True):
-            generator.set_state(state)
+        return super().__enter__()
 
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch) -> Iterator[None]:
@@ -90,11 +107,6 @@ class SampleRandomness:
             yield
         self._draws.end()
 
-    def whole(self, seed: int) -> None:
-        """Seed the numbers that are drawn once for the effective batch, which do not depend on the cut."""
-        for generator in self._draws.generators:
-            generator.manual_seed(seed)
-
     def parked(self) -> AbstractContextManager[None]:
         """Raise an assertion: interleaved micro-batches are refused before."""
         message = "per-sample masks are counted within one forward at a time"
@@ -104,9 +116,15 @@ class SampleRandomness:
 class _Draws(TorchFunctionMode):
     """Intercepts every torch function of a micro-batch, and applies keyed masks in dropout functions."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], axes: Mapping[int, int], device: torch.device) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        axes: Mapping[int, int],
+        device: torch.device,
+        generators: Sequence[torch.Generator],
+    ) -> None:
         super().__init__()
-        self.generators = [torch.default_generator, *device_generators(device)]
+        self.generators = generators
         self.num_calls_of_step: int | None = None
         self.packed = False
         self.num_samples = 0
@@ -157,13 +175,7 @@ class _Draws(TorchFunctionMode):
         # micro-batches are checked at their end.
         self._probing = False
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 (the function's result)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 (torch's protocol)
         rule = _packing if func is self._packing_function else _RULES.get(func)
         if rule is not None:
             return rule(self, func, *args, **(kwargs or {}))

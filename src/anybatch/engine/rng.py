@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from anybatch.engine.accumulate import MicroBatch, Randomness
-from anybatch.engine.per_sample_dropout import PerSample, SampleRandomness, device_generators
+from anybatch.engine.per_sample_dropout import KeyedGenerators, PerSample, SampleRandomness, device_generators
 from anybatch.errors import UserError
 from anybatch.parallel.local_parts import local_part
 
@@ -54,7 +54,7 @@ def seed_of_state(modules: nn.Module) -> int:
     return int.from_bytes(digest.digest())
 
 
-class UnitRandomness:
+class UnitRandomness(KeyedGenerators):
     """Seeds torch's generators per micro-batch, and restores the caller's state at the end.
 
     Only torch's default generators (CPU and the rank's device) are keyed, so a model that draws from Python or numpy is
@@ -63,41 +63,22 @@ class UnitRandomness:
 
     covers_backward = False
 
-    def __init__(self, device: torch.device) -> None:
-        self._generators = [torch.default_generator, *device_generators(device)]
-        self._states: list[torch.Tensor] = []
-
-    def __enter__(self) -> Self:
-        self._states = [generator.get_state() for generator in self._generators]
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for generator, state in zip(self._generators, self._states, strict=True):
-            generator.set_state(state)
-
     def micro_batch(self, micro_batch: MicroBatch) -> AbstractContextManager[object]:
         """Seed the random numbers of one micro-batch."""
         # `torch.manual_seed` is a hundred times slower: it visits every kind of device, and keeps a traceback for each
         # that is not initialised.
-        for generator in self._generators:
+        for generator in self.generators:
             generator.manual_seed(micro_batch.seed)
         return _NOTHING
-
-    def whole(self, seed: int) -> None:
-        """Seed the numbers that are drawn once for the effective batch."""
-        for generator in self._generators:
-            generator.manual_seed(seed)
 
     @contextmanager
     def parked(self) -> Iterator[None]:
         """Restore the generators on exit, so that draws of another micro-batch have no effect on this one."""
-        states = [generator.get_state() for generator in self._generators]
+        states = [generator.get_state() for generator in self.generators]
         try:
             yield
         finally:
-            for generator, state in zip(self._generators, states, strict=True):
+            for generator, state in zip(self.generators, states, strict=True):
                 generator.set_state(state)
 
 

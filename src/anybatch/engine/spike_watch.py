@@ -1,7 +1,7 @@
 """Reactions to a spike: warn, lower the learning rate, or roll back and warm up again."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -69,19 +69,15 @@ class KeptState:
         return copy.deepcopy(value)
 
 
-def _tensors(modules: nn.Module, target: Target, average: WeightAverage | None) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an update or a forward changes in place; frozen parameters are excluded."""
-    seen = set()
+def _tensors(modules: nn.Module, target: Target, average: WeightAverage | None) -> Iterable[torch.Tensor]:
+    """Return the tensors that an update or a forward changes in place; frozen parameters are excluded."""
     tensors = [
         *(parameter for parameter in modules.parameters() if parameter.requires_grad),
         *modules.buffers(),
         *target.beside.values(),
         *(average.weights.values() if average is not None else ()),
     ]
-    for tensor in tensors:
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield tensor
+    return {id(tensor): tensor for tensor in tensors}.values()  # tensors may be shared
 
 
 def _restore_state(optimizer: Optimizer, kept: dict[Any, Any]) -> None:

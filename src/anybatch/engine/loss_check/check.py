@@ -358,14 +358,14 @@ class UncountedSums:
         if isinstance(value, LossSum):
             value = value.total
         elif isinstance(value, torch.Tensor) and not value.dim():
-            self._refuse_mean(name, float(value.detach()), count)
+            mean = float(value.detach())
+            if mean and not count and math.isfinite(mean):
+                self._refuse_mean(name, mean)
             return False
         # A mean over nothing, multiplied by its count, is NaN too.
         return isinstance(value, torch.Tensor) and bool(torch.isfinite(value).all())
 
-    def _refuse_mean(self, name: str, value: float, count: float) -> None:
-        if count or not value or not math.isfinite(value):
-            return
+    def _refuse_mean(self, name: str, value: float) -> None:
         message = (
             f"the loss function returned {value:.4g} for term {name!r} on a micro-batch with a count of 0. Its divisor "
             "is not the count (max(count, 1)?), so its share in the loss of the effective batch is unknown. Return "

@@ -133,9 +133,7 @@ def candidates(batch: Batch, num_samples: int) -> dict[str, list[float]]:
     counts = {"samples": [1.0] * num_samples}
     for name, labels in _targets(batch).items():
         for shift in (True, False):
-            each = tokens(lambda row: row, shift=shift).count
-            assert each is not None
-            counts[f"labels={name}, shift={shift}"] = [float(each(row)) for row in labels.split(1)]
+            counts[f"labels={name}, shift={shift}"] = _token_counts(labels, shift=shift)
     for name, mask in _masks(batch).items():
         counts[f"count=lambda batch: batch[{name}].sum()"] = [float(row.sum()) for row in mask.split(1)]
     return counts
@@ -152,20 +150,25 @@ def paddings(batch: Batch, num_samples: int) -> dict[str, list[float]]:
         likely = {0, -1, int(values.max()), *values[times.argsort(descending=True)[:_MOST_PADDINGS]].tolist()}
         for value in sorted(likely - {_IGNORED}):
             for shift in (True, False):
-                each = tokens(lambda row: row, shift=shift, ignore_index=value).count
-                assert each is not None
-                counts = [float(each(row)) for row in labels.split(1)]
+                counts = _token_counts(labels, shift=shift, ignored=value)
                 found[f"labels={name}, ignore_index={value}, shift={shift}"] = counts
     return found
 
 
+def _token_counts(labels: torch.Tensor, *, shift: bool, ignored: int = _IGNORED) -> list[float]:
+    count = tokens(lambda row: row, shift=shift, ignore_index=ignored).count
+    assert count is not None
+    return [float(count(row)) for row in labels.split(1)]
+
+
 def _targets(batch: Batch) -> dict[str, torch.Tensor]:
     """Return possible masked targets: several integers per sample, some of them -100, or named like targets."""
-    return {
-        name: value
-        for name, value in _integers(batch)
-        if value.dim() > 1 and (bool((value == _IGNORED).any()) or (value.dim() == 2 and _names_targets(name)))  # noqa: PLR2004
-    }
+    found = {}
+    for name, value in _integers(batch):
+        is_named = value.dim() == 2 and any(word in name.lower() for word in ("label", "target"))  # noqa: PLR2004
+        if value.dim() > 1 and (is_named or bool((value == _IGNORED).any())):
+            found[name] = value
+    return found
 
 
 def _masks(batch: Batch) -> dict[str, torch.Tensor]:
@@ -176,10 +179,6 @@ def _masks(batch: Batch) -> dict[str, torch.Tensor]:
         for name, value in named
         if isinstance(value, torch.Tensor) and value.dim() > 1 and bool(((value == 0) | (value == 1)).all())
     }
-
-
-def _names_targets(name: str) -> bool:
-    return any(word in name.lower() for word in ("label", "target"))
 
 
 def _integers(batch: Batch) -> Iterator[tuple[str, torch.Tensor]]:
@@ -216,12 +215,13 @@ class Verdict:
 
     kind: Literal["holds", "broken", "undecided"]
     reason: str = ""
-    is_harmless: bool = False
-    fits_others: bool = False
-    error: float = 0.0
+    is_harmless: bool = False  # undecided for a reason that does not suggest a fault
+    fits_others: bool = False  # other declarations would hold too, since all these samples have equal counts
+    error: float = 0.0  # relative difference of the parameter that differs most
     tolerance: float = 0.0
     parameter: str = ""
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[Piece, ...] = ()  # the samples in one piece, then in several
+    # For a count that is not additive: the term, the count of all samples, the sum of the pieces' counts.
     counts: tuple[str, float, float] | None = None
 
     @property

@@ -17,10 +17,21 @@ from anybatch.engine.loss_check.comparison import Verdict, candidates, paddings
 from anybatch.engine.loss_check.runs import Gradients, LossRuns, Piece, UndecidedError, difference
 
 Cause = Literal[
-    "count", "form", "encode", "masked", "sum", "mean", "other_items", "no_count", "inputs", "module", "broadcast",
-    "backward", "joint", "unknown",
-]  # fmt: skip
-"""The kind of fault; see `Diagnosis`."""
+    "count",  # it does not add up over samples
+    "form",  # of the returned value
+    "encode",  # the encode function of ab.joint depends on other samples
+    "masked",  # samples with a count of 0 have a gradient
+    "sum",
+    "mean",  # over known items
+    "other_items",  # a mean over items that are not in the batch
+    "no_count",  # the divisor does not count items
+    "inputs",  # mixed before the model runs
+    "module",  # samples interact inside one
+    "broadcast",
+    "backward",
+    "joint",  # samples interact in the loss
+    "unknown",
+]
 
 _FITS = {torch.float64: 1e-6}
 _FITS_NARROW = 2e-3
@@ -31,7 +42,7 @@ _SHARES_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The fault of a declaration."""
+    """The fault of a declaration and its remedy, in sentences; `where` names the module, or the model's inputs."""
 
     cause: Cause
     says: str
@@ -152,7 +163,13 @@ def _explained(runs: LossRuns, verdict: Verdict, *, in_lockstep: bool) -> Diagno
     if found is None or found.cause not in ("sum", "mean", "masked"):
         with BroadcastWatch(full.num_samples) as watch:
             runs.plain_gradient(full)
-        found = _broadcast(watch.found) or found
+        if watch.found:
+            found = Diagnosis(
+                "broadcast",
+                f"samples are mixed by broadcasting. {watch.found}.",
+                "Give both the same shape: squeeze(1), or targets of shape (n, 1). If the loss compares samples on "
+                f"purpose: {_begun_small(_JOINT)}",
+            )
     found = found or _first_difference(runs, full, pieces)
     if found is None and value_adds_up:
         return Diagnosis(
@@ -310,17 +327,6 @@ def _weights(batch: Any) -> dict[str, list[float]]:  # noqa: ANN401 (any nested 
     return weights
 
 
-def _broadcast(found: str) -> Diagnosis | None:
-    if not found:
-        return None
-    return Diagnosis(
-        "broadcast",
-        f"samples are mixed by broadcasting. {found}.",
-        "Give both the same shape: squeeze(1), or targets of shape (n, 1). If the loss compares samples on purpose: "
-        f"{_begun_small(_JOINT)}",
-    )
-
-
 Seen = list[tuple[str, list[Tensor], list[Tensor]]]
 """Calls of modules: name, inputs and outputs."""
 
@@ -337,9 +343,15 @@ def _first_difference(runs: LossRuns, full: Piece, pieces: Sequence[Piece]) -> D
             zip(whole, part, strict=True)
         ):
             if not _are_rows(given, given_part, full.num_samples, rows):
-                if not number:  # later modules, such as the experts of a mixture, may get rows in another order
-                    return _mixed_inputs(name)
-                break
+                if number:  # later modules, such as the experts of a mixture, may get rows in another order
+                    break
+                return Diagnosis(
+                    "inputs",
+                    "the inputs of the model for one sample depend on the other samples: they are mixed or scaled "
+                    f"before {name} runs.",
+                    f"Use constants of the data set, or values of each sample. {_BEFOREHAND}",
+                    where="inputs of the model",
+                )
             if not _are_rows(returned, returned_part, full.num_samples, rows):
                 return Diagnosis(
                     "module",
@@ -349,16 +361,6 @@ def _first_difference(runs: LossRuns, full: Piece, pieces: Sequence[Piece]) -> D
                     where=name.partition(" ")[0],
                 )
     return None
-
-
-def _mixed_inputs(name: str) -> Diagnosis:
-    return Diagnosis(
-        "inputs",
-        "the inputs of the model for one sample depend on the other samples: they are mixed or scaled before "
-        f"{name} runs.",
-        f"Use constants of the data set, or values of each sample. {_BEFOREHAND}",
-        where="inputs of the model",
-    )
 
 
 def _calls(runs: LossRuns, piece: Piece) -> Seen:
@@ -444,13 +446,7 @@ class BroadcastWatch(TorchFunctionMode):
         self._column, self._row = (num_samples, 1), (num_samples,)
         self.found = ""
 
-    def __torch_function__(
-        self,
-        func: Any,  # noqa: ANN401 (torch's protocol)
-        types: Any,  # noqa: ANN401 (the same)
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 (the same)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 (torch's protocol)
         """Run the function, and check the shapes of its arguments."""
         given = dict(kwargs or {})
         # Only floating-point tensors: losses that compare integer labels with each other do so on purpose.

@@ -5,8 +5,8 @@ With both, the gradient of a batch can be compared with the sum over its pieces,
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,13 +42,7 @@ class HeldDraws(TorchDispatchMode):
         """Repeat the numbers from the first draw on; called before each forward."""
         self._place.number = 0
 
-    def __torch_dispatch__(
-        self,
-        function: Any,  # noqa: ANN401 (torch's protocol)
-        types: Any,  # noqa: ANN401 (torch's protocol)
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 (torch's protocol)
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 (torch's protocol)
         """Run an operation, and replace its output if it is random."""
         given = dict(kwargs or {})
         if function not in self._known:
@@ -81,7 +75,7 @@ class HeldDraws(TorchDispatchMode):
         if make is None or type(output) is not Tensor:
             self.unknown.add(name)
             return output
-        output.copy_(make(given, output, lambda: self._uniform(output), self.is_constant))
+        output.copy_(make(_Draw(given, output, lambda: self._uniform(output), self.is_constant)))
         return output
 
     def _uniform(self, like: Tensor) -> Tensor:
@@ -94,62 +88,62 @@ class HeldDraws(TorchDispatchMode):
         return numbers.to(like.device).expand(like.shape)
 
 
-_Draw = Callable[[Mapping[str, Any], Tensor, Callable[[], Tensor], bool], Tensor]
-"""Function (arguments, output, function that returns uniform numbers, whether these are constant) -> replacement."""
+class _Draw(NamedTuple):
+    """A random operation: its arguments, its output, and a function that returns uniform numbers of its shape."""
+
+    given: Mapping[str, Any]
+    output: Tensor
+    uniform: Callable[[], Tensor]
+    is_constant: bool
 
 
-def _from_uniform(given: Mapping[str, Any], _: Tensor, uniform: Callable[[], Tensor], __: bool) -> Tensor:  # noqa: FBT001
-    low, high = given.get("from", 0.0), given.get("to", 1.0)
-    drawn: Tensor = low + uniform() * (high - low)
+def _from_uniform(draw: _Draw) -> Tensor:
+    low, high = draw.given.get("from", 0.0), draw.given.get("to", 1.0)
+    drawn: Tensor = low + draw.uniform() * (high - low)
     return drawn
 
 
-def _normal(given: Mapping[str, Any], _: Tensor, uniform: Callable[[], Tensor], __: bool) -> Tensor:  # noqa: FBT001
-    standard = (2 * uniform() - 1).erfinv() * math.sqrt(2.0)
-    drawn: Tensor = standard * given.get("std", 1.0) + given.get("mean", 0.0)
+def _normal(draw: _Draw) -> Tensor:
+    standard = (2 * draw.uniform() - 1).erfinv() * math.sqrt(2.0)
+    drawn: Tensor = standard * draw.given.get("std", 1.0) + draw.given.get("mean", 0.0)
     return drawn
 
 
-def _bernoulli(given: Mapping[str, Any], output: Tensor, uniform: Callable[[], Tensor], constant: bool) -> Tensor:  # noqa: FBT001
-    p = given["self"] if given.get("p") is None else given["p"]
-    p = torch.as_tensor(p, device=output.device)
+def _bernoulli(draw: _Draw) -> Tensor:
+    p = draw.given["self"] if draw.given.get("p") is None else draw.given["p"]
+    p = torch.as_tensor(p, device=draw.output.device)
     # Constant numbers keep everything, since they could otherwise drop a whole layer.
-    return p.expand(output.shape) > 0 if constant else uniform() < p
+    return p.expand(draw.output.shape) > 0 if draw.is_constant else draw.uniform() < p
 
 
-def _whole_numbers(given: Mapping[str, Any], _: Tensor, uniform: Callable[[], Tensor], __: bool) -> Tensor:  # noqa: FBT001
-    low = given.get("low", given.get("from")) or 0
-    high = given.get("high", given.get("to"))
-    drawn: Tensor = low + uniform() * ((low + _MOST_RANDOM if high is None else high) - low)
+def _whole_numbers(draw: _Draw) -> Tensor:
+    low = draw.given.get("low", draw.given.get("from")) or 0
+    high = draw.given.get("high", draw.given.get("to"))
+    drawn: Tensor = low + draw.uniform() * ((low + _MOST_RANDOM if high is None else high) - low)
     return drawn.floor()
 
 
-def _likeliest(given: Mapping[str, Any], output: Tensor, _: Callable[[], Tensor], __: bool) -> Tensor:  # noqa: FBT001
-    number = output.shape[-1]
-    order: Tensor = given["self"].argsort(dim=-1, descending=True, stable=True)
-    return order[..., torch.arange(number, device=order.device) % order.shape[-1]]
+def _likeliest(draw: _Draw) -> Tensor:
+    order: Tensor = draw.given["self"].argsort(dim=-1, descending=True, stable=True)
+    return order[..., torch.arange(draw.output.shape[-1], device=order.device) % order.shape[-1]]
 
 
-def _shifted(_: Mapping[str, Any], output: Tensor, __: Callable[[], Tensor], ___: bool) -> Tensor:  # noqa: FBT001
-    return torch.arange(len(output), device=output.device).roll(len(output) // 2)
-
-
-_DRAWS: Mapping[str, _Draw] = {
+_DRAWS: Mapping[str, Callable[[_Draw], Tensor]] = {
     **dict.fromkeys(("rand", "rand_like", "uniform"), _from_uniform),
     **dict.fromkeys(("randn", "randn_like", "normal"), _normal),
     **dict.fromkeys(("randint", "randint_like", "random"), _whole_numbers),
     "bernoulli": _bernoulli,
     "multinomial": _likeliest,
-    "randperm": _shifted,
-    "log_normal": lambda *arguments: _normal(*arguments).exp(),
-    "exponential": lambda given, _, uniform, __: -uniform().log() / given.get("lambd", 1.0),
-    "geometric": lambda given, _, uniform, __: (uniform().log() / math.log1p(-given["p"])).ceil(),
-    "cauchy": lambda given, _, uniform, __: given["median"] + given["sigma"] * (math.pi * (uniform() - 0.5)).tan(),
+    "randperm": lambda d: torch.arange(len(d.output), device=d.output.device).roll(len(d.output) // 2),
+    "log_normal": lambda d: _normal(d).exp(),
+    "exponential": lambda d: -d.uniform().log() / d.given.get("lambd", 1.0),
+    "geometric": lambda d: (d.uniform().log() / math.log1p(-d.given["p"])).ceil(),
+    "cauchy": lambda d: d.given["median"] + d.given["sigma"] * (math.pi * (d.uniform() - 0.5)).tan(),
     # Functions of the parameters only, which belong to each sample.
-    "poisson": lambda given, *_: given["self"].round(),
-    "binomial": lambda given, *_: (given["count"] * given["prob"]).round(),
-    "_standard_gamma": lambda given, *_: given["self"],
-    "_sample_dirichlet": lambda given, *_: given["self"] / given["self"].sum(-1, keepdim=True),
+    "poisson": lambda d: d.given["self"].round(),
+    "binomial": lambda d: (d.given["count"] * d.given["prob"]).round(),
+    "_standard_gamma": lambda d: d.given["self"],
+    "_sample_dirichlet": lambda d: d.given["self"] / d.given["self"].sum(-1, keepdim=True),
 }
 """Replacements, by the name of the operation."""
 
@@ -168,13 +162,7 @@ class HeldNorms(TorchFunctionMode):
         """Clear the statistics before a full run."""
         self._statistics.clear()
 
-    def __torch_function__(
-        self,
-        function: Any,  # noqa: ANN401 (torch's protocol)
-        types: Any,  # noqa: ANN401 (torch's protocol)
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 (torch's protocol)
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 (torch's protocol)
         """Run a function, with the recorded statistics in `F.batch_norm`."""
         if function is not F.batch_norm:
             return function(*args, **(kwargs or {}))

@@ -57,7 +57,7 @@ class LossParts:
     device: torch.device
     autocast: Callable[[], AbstractContextManager[object]]
     call: Call
-    leaves: Callable[[], Mapping[str, Tensor]]
+    leaves: Callable[[], Mapping[str, Tensor]]  # the tensors whose gradients are compared, by name
     gather: Callable[[Tensor], Tensor] = lambda tensor: tensor
     can_widen: bool = True
 
@@ -74,7 +74,7 @@ class LossRuns:
         self.draws, self._norms = HeldDraws(), HeldNorms()
         self.value, self.returned_number = 0.0, False
         self.num_samples = self.seed = 0
-        self.has_aligned_draws = False
+        self.has_aligned_draws = False  # Python and numpy draw the same numbers for any samples
         self._generators = generators
         self._buffers = [_kept(nn.ModuleList([parts.modules, *modules_of(parts.loss.functions.values())]))]
         self._wide: torch.dtype | None = None
@@ -143,7 +143,7 @@ class LossRuns:
             return self._run(pieces, self._joint_value)[0]
         total: Gradients = []
         for piece, count in zip(pieces, counts, strict=True):
-            value_of = partial(self._value_of_one, counts=count, divisors=divisors)
+            value_of = partial(self._value, counts=count, divisors=divisors)
             part, number = self._run([piece], value_of)
             total_count += number
             total = list(map(_added, total, part)) if total else part
@@ -155,7 +155,7 @@ class LossRuns:
         counts = self.counts(piece)
         self._begin()
         with torch.enable_grad(), self._norms, self.draws, self.parts.autocast():
-            return self._value(self._output(piece), counts, counts)[0]
+            return self._value([self._output(piece)], counts=counts, divisors=counts)[0]
 
     def plain_gradient(self, piece: Piece) -> Gradients:
         """Return the gradient of the returned loss, without the piece's count."""
@@ -208,14 +208,9 @@ class LossRuns:
         value = self.parts.call(self.parts.loss.function, join_samples(outputs))
         return value, 0.0
 
-    def _value_of_one(
-        self, outputs: list[Any], *, counts: Sequence[float], divisors: Sequence[float]
-    ) -> tuple[Tensor, float]:
-        return self._value(outputs[0], counts, divisors)
-
-    def _value(self, output: Any, counts: Sequence[float], divisors: Sequence[float]) -> tuple[Tensor, float]:  # noqa: ANN401
-        """Return the contribution of a piece, as in a step, and the count that the function returned, or 0."""
-        loss = self.parts.loss
+    def _value(self, outputs: list[Any], *, counts: Sequence[float], divisors: Sequence[float]) -> tuple[Tensor, float]:
+        """Return the contribution of one piece, as in a step, and the count that the function returned, or 0."""
+        loss, output = self.parts.loss, outputs[0]
         self.returned_number |= isinstance(output, Tensor) and not output.dim()
         if loss.kind.brings_count:
             if isinstance(output, Tensor) and not output.dim():

@@ -8,10 +8,10 @@ not linear in its tokens.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -127,9 +127,6 @@ _DIFFERS = 1e-3  # in float32, for two layouts whose sums round in different ord
 _LOW = 30.0  # multiplies this tolerance in bf16 and fp16
 
 
-K = TypeVar("K", bound=Hashable)
-
-
 class Way(NamedTuple):
     """A way to cut: packed (samples are concatenated without padding) or padded, and the cap on its tokens."""
 
@@ -195,14 +192,14 @@ def best_cap(seconds: Mapping[Way, float], *, packed: bool) -> Way | None:
 
 
 def seconds_of_steps(
-    runs: Runs, loads: Mapping[K, Load], units: Mapping[K, Sequence[SampledUnit]], *, drops_slow: bool = True
-) -> tuple[dict[K, float], dict[K, str]]:
+    runs: Runs, loads: Mapping[bool, Load], units: Mapping[Way, Sequence[SampledUnit]], *, drops_slow: bool = True
+) -> tuple[dict[Way, float], dict[Way, str]]:
     """Time the micro-batches of a step in several ways, interleaved, so that a slower machine slows all ways."""
-    loaded = {way: [loads[way](unit.positions) for unit in chosen] for way, chosen in units.items()}
-    times: dict[K, list[list[float]]] = {way: [[] for _ in chosen] for way, chosen in units.items()}
-    failed: dict[K, str] = {}
+    loaded = {way: [loads[way.packed](unit.positions) for unit in chosen] for way, chosen in units.items()}
+    times: dict[Way, list[list[float]]] = {way: [[] for _ in chosen] for way, chosen in units.items()}
+    failed: dict[Way, str] = {}
 
-    def run_once(way: K) -> None:
+    def run_once(way: Way) -> None:
         for unit, batch, taken in zip(units[way], loaded[way], times[way], strict=True):
             result = runs(batch, len(unit.positions)).run(len(unit.positions), 1)
             if result.outcome != "ran":
@@ -210,7 +207,7 @@ def seconds_of_steps(
                 return
             taken.extend(result.seconds)  # empty for a micro-batch with a count of 0, which is not run
 
-    def seconds() -> dict[K, float]:
+    def seconds() -> dict[Way, float]:
         return {
             way: sum(unit.factor * median(taken) for unit, taken in zip(chosen, times[way], strict=True) if taken)
             for way, chosen in units.items()
@@ -331,8 +328,7 @@ class BudgetTrials:
             units |= units_by_cap(laid_out, costs[packed], budget)
         if len(units) == 1:  # there is only one way to cut
             return FoundBudget(costs=next(iter(costs.values())))
-        of_ways = {way: loads[way.packed] for way in units}
-        seconds, failed = seconds_of_steps(runs, of_ways, units, drops_slow=not self._waits)
+        seconds, failed = seconds_of_steps(runs, loads, units, drops_slow=not self._waits)
         best = {packed: way for packed in loads if (way := best_cap(seconds, packed=packed)) is not None}
         is_open = len(loads) > 1
         if not best:  # the step itself raises the error

@@ -189,21 +189,11 @@ class Memory(Protocol):
     """A cache of sizes across processes, such as `anybatch.sizes.KnownSizes`."""
 
     def find(self, circumstances: Mapping[str, Any]) -> KnownSize | None:
-        """Return the size saved under exactly these circumstances, or None.
-
-        Args:
-            circumstances: everything that the fastest size depends on; names to plain values.
-        """
+        """Return the size saved under exactly these circumstances (names to plain values), or None."""
         ...
 
     def keep(self, circumstances: Mapping[str, Any], size: int, samples_per_second: float) -> bool:
-        """Save a size, and return whether that succeeded.
-
-        Args:
-            circumstances: everything that the fastest size depends on; names to plain values.
-            size: samples of a micro-batch.
-            samples_per_second: forward and backward over all ranks, at that size.
-        """
+        """Save a size and its samples per second over all ranks, and return whether that succeeded."""
         ...
 
 
