@@ -489,5 +489,5 @@ class Engine:
             noise=None if summed.noise is None else self._parts.with_noise(summed),
         )
         self.num_steps += 1
-        self._parts.updater.confirm()
+        self._parts.updater.broken_off = ""  # the update is counted
         return report

@@ -228,7 +228,7 @@ class Parts:
             )
             self.notifier.warn("rate_not_lowered", message)
         self.runner.restart_first_steps()
-        self.updater.confirm()
+        self.updater.broken_off = ""
         self.updater.scheduled.forget()
 
     def with_noise(self, summed: SummedBatch) -> NoiseEstimate | None:

@@ -21,7 +21,6 @@ Update = Literal["direct", "master_weights", "cast", "split", "stochastic"]
 
 # GradScaler halves the scale at each overflow: from 65536 it falls below this after 27 in a row.
 _SMALLEST_SCALE = 2.0**-10
-_NOTHING = nullcontext()
 _AUTOCAST: Mapping[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -38,12 +37,8 @@ def autocast(precision: PrecisionName, device: torch.device) -> Callable[..., Ab
         raise UserError(message)
     dtype = _AUTOCAST[precision]
     if dtype is None:
-        return _nothing
+        return nullcontext
     return lambda *_: torch.autocast(device.type, dtype)
-
-
-def _nothing(*_: object) -> AbstractContextManager[object]:
-    return _NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +180,10 @@ class LossScaler:
         return gradient / self.scaler.get_scale() if self.enabled else gradient.clone()
 
     def step(self) -> bool:
-        """Run the optimizer's step unless gradients have overflowed; return whether it ran.
+        """Run the optimizer's step unless gradients have overflowed; return whether it ran; called only if enabled.
 
         Gradients are summed over ranks before the check, so all ranks decide alike.
         """
-        if not self.enabled:
-            self._optimizer.step()
-            return True
         # The optimizer's hook sets it if the scaler does not skip the step.
         self._stepped = False
         self.scaler.step(self._optimizer)

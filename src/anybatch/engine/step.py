@@ -331,7 +331,9 @@ class StepRunner:
         if first is not None:
             first.settle_sizes(batch, progress.position)
         # Every further try starts from the current buffers.
-        self._retry.begin_step(step)
+        self._retry.state.keep()
+        if self._retry.backoff.former_sizes:
+            self._retry.backoff.begin_step(step)
         # A batch that loads its samples in each try has no tensors that a try could change.
         inputs = None if hasattr(batch, "feed") else InputVersions(batch)
         too_large: tuple[int, ...] = ()
@@ -341,8 +343,6 @@ class StepRunner:
             except torch.OutOfMemoryError as error:
                 raise self._too_large_to_plan(error, step) from None
             self._owes_step = self._can_leave
-            if self._meaning is not None:
-                self._meaning.note(counted.planned, step)
             plan = counted.planned.plan
             is_cut = len(plan.shares) > 1 or len(plan.shares[0]) > 1
             if self._waits_for_cut and is_cut and first is None:
@@ -388,6 +388,8 @@ class StepRunner:
         phase: PhaseName = "forward_backward"
         notifier, noise, strategy, plan = self._notifier, self._noise, self._context.strategy, counted.planned.plan
         is_observed = bool(notifier.observers)
+        if self._meaning is not None:
+            self._meaning.note(counted.planned, step)
         try:
             if is_observed:
                 notifier.begin_step(step, counted)

@@ -396,10 +396,6 @@ class Updater:
             )
             raise UpdateFailedError(message, step=self._step)
 
-    def confirm(self) -> None:
-        """Allow further steps, after the update was counted, or all state was loaded or received from another rank."""
-        self.broken_off = ""
-
     def reschedule(self, scheduler: SchedulerFunction) -> None:
         """Continue with another schedule; see `Engine.reschedule`."""
         self.scheduler = scheduler_of(scheduler, self.target.optimizer)
@@ -448,14 +444,15 @@ class Updater:
         # The optimizer creates no state for parameters without a gradient, so drop the state created in advance.
         if self.optimizer_memory.made:
             self.optimizer_memory.drop_unused(gradients)
-        if self.target.windows is not None:
-            self.target.windows.step(self.target.optimizer, gradients, self._step)
-            stepped = True
-        elif self.sharding is None:
-            stepped = self.scaler.step()
-        else:
-            with self.sharding.alone():
+        stepped = True
+        with _NOTHING if self.sharding is None else self.sharding.alone():
+            if self.target.windows is not None:
+                self.target.windows.step(self.target.optimizer, gradients, self._step)
+            elif self.scaler.enabled:
                 stepped = self.scaler.step()
+            else:
+                self.target.optimizer.step()
+        if self.sharding is not None:
             self.sharding.exchange()
         if stepped:
             if self._has_masters:

@@ -164,7 +164,7 @@ class DDP:
     def clear_gradients(self) -> None:
         """Set every `.grad` to None."""
         self._reduced = self._prepared = False
-        self._owned.restart()
+        self._owned.pending = self._owned.parameters
         for parameter in self._parameters:
             parameter.grad = None
 

@@ -245,7 +245,7 @@ class FSDP:
         for parameter in self._parameters:
             parameter.grad = None
         self._used[:] = [False] * len(self._used)
-        self._owned.restart()
+        self._owned.pending = self._owned.parameters
         if self._begun:
             self._begin(is_begun=False)
             assert self._root is not None, "prepare comes first"

@@ -179,17 +179,14 @@ class OwnedGradients:
     a CPU, where copying costs as much as a small backward, a gradient whose memory nothing else references is kept.
 
     Enter it around the forward and backward of every micro-batch but the last, after which no backward follows.
-    `parameters` are the tensors whose gradients accumulate in `.grad`.
+    `parameters` are the tensors whose gradients accumulate in `.grad`; set `pending` to them before each effective
+    batch, whose gradients are all None.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor] = ()) -> None:
-        self._parameters = parameters
-        self._pending = parameters
+        self.parameters = parameters
+        self.pending = parameters
         self._around: AbstractContextManager[object] = _NOTHING
-
-    def restart(self) -> None:
-        """Start an effective batch, whose gradients are all None."""
-        self._pending = self._parameters
 
     def around(self, context: AbstractContextManager[object]) -> "OwnedGradients":
         """Enter another context too, around a micro-batch."""
@@ -204,8 +201,8 @@ class OwnedGradients:
     ) -> None:
         self._around.__exit__(kind, error, traceback)
         # After the first micro-batch only parameters that no sample has used yet are pending.
-        if kind is None and self._pending:
-            self._pending = [parameter for parameter in self._pending if not _copy_gradient(parameter)]
+        if kind is None and self.pending:
+            self.pending = [parameter for parameter in self.pending if not _copy_gradient(parameter)]
 
 
 def _copy_gradient(parameter: torch.Tensor) -> bool:

@@ -67,7 +67,7 @@ class LocalSums:
 
     def place_gradients(self) -> None:
         """Set every `.grad` to None; gradients of bf16 and fp16 parameters accumulate in their buffers."""
-        self._owned.restart()
+        self._owned.pending = self._owned.parameters
         for parameter in self._parameters:
             parameter.grad = None
         if self._buffers is not None:

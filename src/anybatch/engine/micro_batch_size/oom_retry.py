@@ -282,12 +282,6 @@ class OomRetry:
     executor: Abortable
     impossible: str
 
-    def begin_step(self, step: int) -> None:
-        """Copy the state that a retry starts from."""
-        self.state.keep()
-        if self.backoff.former_sizes:
-            self.backoff.begin_step(step)
-
     def retry_smaller_or_raise(self, failed: OutOfMemory, plan: BatchPlan, step: int, tried: tuple[int, ...]) -> int:
         """Undo the failed attempt on all ranks, and reduce the micro-batches from now on.
 
