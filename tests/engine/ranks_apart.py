@@ -159,16 +159,6 @@ def raises_in_data(strategy: str) -> Told:
     return run.end()
 
 
-def raises_in_collate(strategy: str) -> Told:
-    """Run on every rank: the last rank brings a share whose samples cannot be counted."""
-    run = Run(strategy)
-    for number in range(NUM_BATCHES):
-        size = BATCH_SIZE // run.world.size
-        share: Any = cut(samples(number), size * run.world.rank, size * (run.world.rank + 1))
-        run.step({"x": 1.0} if number == APART and run.is_last else share)
-    return run.end()
-
-
 def raises_in_counted_data() -> list[str]:
     """Run on every rank: the last rank cannot load a batch whose targets are counted before the first forward."""
     torch.manual_seed(2)
@@ -206,17 +196,6 @@ def sets_rate(strategy: str) -> Told:
     return run.end()
 
 
-def looks_at_gradients(strategy: str) -> Told:
-    """Run on every rank: the last one calls `gradients` where the others step."""
-    run = Run(strategy)
-    for number in range(NUM_BATCHES):
-        if number == APART and run.is_last:
-            run.attempt(partial(run.engine.gradients, batch_at(number)))
-        else:
-            run.step(batch_at(number))
-    return run.end()
-
-
 def changes_weight(strategy: str, folder: str) -> Told:
     """Run on every rank: a weight of the last one changes; then all save, evaluate, repair, save and continue."""
     run = Run(strategy)
@@ -229,18 +208,6 @@ def changes_weight(strategy: str, folder: str) -> Told:
     run.told.names = run.engine.align_replicas()
     run.attempt(partial(run.engine.save, Path(folder)))
     run.step(batch_at(1))
-    return run.end()
-
-
-def changes_weight_in_loop(strategy: str) -> Told:
-    """Run on every rank: a weight of the last one changes; weights are compared in every other step."""
-    run = Run(strategy)
-    with mock.patch("anybatch.engine.rank_comparison.STEPS_BETWEEN", 2):
-        for number in range(NUM_BATCHES):
-            if number == 1 and run.is_last:
-                with torch.no_grad():
-                    next(iter(run.layers.parameters()))[1, 2] += 1e-12
-            run.step(batch_at(number))
     return run.end()
 
 
@@ -270,17 +237,6 @@ def fails_in_update(strategy: str, apart: int = APART) -> Told:
     return run.end()
 
 
-def another_engine(strategy: str) -> tuple[Told, Told]:
-    """Run on every rank: after an update that fails on the last one, all make a new engine and a step with it."""
-    first = fails_in_update(strategy, APART + 2)  # no step that checks the loss follows
-    try:
-        run = Run(strategy)
-    except ab.errors.WorldError as error:
-        return first, Told([f"{type(error).__name__}: {error}"])
-    run.step(batch_at(0))
-    return first, run.end()
-
-
 def called_by_one(strategy: str, name: str, folder: str) -> Told:
     """Run on every rank: all but the last save or evaluate where the last one steps."""
     run = Run(strategy)
@@ -301,40 +257,6 @@ def evaluates_more(strategy: str) -> Told:
     for more in (int(run.is_last), 0):
         run.attempt(partial(run.engine.evaluate, [samples(0), samples(1)][: 1 + more]))
     run.step(batch_at(0))
-    return run.end()
-
-
-def evaluates_unreadable(strategy: str) -> Told:
-    """Run on every rank: the last one's evaluation data cannot be read; then all evaluate, and step."""
-    run = Run(strategy)
-
-    def doomed() -> Iterator[Batch]:
-        yield samples(0)
-        if run.is_last:
-            message = "planted"
-            raise OSError(message)
-        yield samples(1)
-
-    run.attempt(lambda: run.engine.evaluate(doomed()))
-    run.attempt(lambda: run.engine.evaluate([samples(0)]))
-    run.step(batch_at(0))
-    return run.end()
-
-
-def saves_alone_in_shares(strategy: str, folder: str) -> Told:
-    """Run on every rank: all but the last save after a loader's first share, in a world of the loader's own."""
-    run = Run(strategy)
-    own = [samples(run.world.rank), samples(2 + run.world.rank)]
-    shares = ab.shares(own)
-
-    def loop() -> None:
-        for share in shares:
-            run.attempt(partial(run.engine.step, share))
-            if not run.is_last:
-                run.attempt(partial(run.engine.save, Path(folder)))
-                return
-
-    run.attempt(loop)
     return run.end()
 
 

@@ -1,6 +1,5 @@
 """Around a step: schedulers, constant losses, complex and captured parameters, metrics, sources of NaN."""
 
-import copy
 import functools
 import warnings
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import ChainedScheduler, StepLR
 
 import anybatch as ab
-from anybatch.errors import AnyBatchWarning, LossError, NonFiniteError, ParameterError, WorldError
+from anybatch.errors import AnyBatchWarning, LossError, NonFiniteError, ParameterError
 from anybatch.testing import relative_error
 from tests.engine.cases import Batch, InMemory, classify, language_model, perceptron, sentences, vectors
 from tests.ranks_fixture import Ranks
@@ -59,30 +58,6 @@ def test_a_scheduler_that_is_stepped_twice_is_warned_of(chained: bool, steps_its
     found = warned(train)
     assert len(found) == steps_itself
     assert not steps_itself or "Remove scheduler.step()" in found[0]
-
-
-def test_a_loaded_or_replaced_schedule_is_no_second_step(tmp_path: Any) -> None:
-    """Loading a checkpoint or setting a new schedule does not count as stepping the scheduler twice."""
-
-    def train() -> None:
-        model = perceptron()
-        with ab.Engine(
-            model,
-            sgd(model.parameters()),
-            ab.mean_over_samples(classify),
-            micro_batch_size=4,
-            scheduler=functools.partial(rates, chained=False),
-        ) as engine:
-            engine.step(InMemory(vectors(7)))
-            engine.step(InMemory(vectors(7)))
-            engine.save(tmp_path)
-            engine.step(InMemory(vectors(7)))
-            engine.load(tmp_path)
-            engine.step(InMemory(vectors(7)))
-            engine.reschedule(functools.partial(StepLR, step_size=1))
-            engine.step(InMemory(vectors(7)))
-
-    assert warned(train) == []
 
 
 def detections(model: nn.Module, batch: Batch) -> ab.LossSum:
@@ -132,23 +107,6 @@ def test_a_constant_zero_adds_nothing(is_declared: bool) -> None:
     assert error <= TOLERANCE
 
 
-def constants_on_a_rank(strategy: str) -> float | str:
-    """Run on every rank: `error_with_constants` of the undeclared loss."""
-    return error_with_constants(strategy, is_declared=False)
-
-
-@pytest.mark.parametrize("strategy", ["all_reduce", "zero1", "ddp", "fsdp"])
-def test_a_constant_zero_on_ranks(strategy: str, two_ranks: Ranks) -> None:
-    """On two ranks a constant zero adds nothing; DDP and FSDP, which need a backward, raise an error instead."""
-    for error in two_ranks.run(constants_on_a_rank, strategy):
-        if strategy in {"ddp", "fsdp"}:
-            assert isinstance(error, str)
-            assert "constant zero" in error
-        else:
-            assert isinstance(error, float)
-            assert error <= TOLERANCE
-
-
 @pytest.mark.parametrize("value", [0.0, 3.0])
 def test_a_loss_that_is_always_constant_is_refused(value: float) -> None:
     """A loss that never depends on the model raises an error, even if it is zero."""
@@ -186,27 +144,6 @@ def test_complex_parameters_with_a_late_count() -> None:
     optimizer.step()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert float((one - other).detach().abs().max()) <= TOLERANCE
-
-
-def test_split_weights_under_another_default_dtype() -> None:
-    """Split bf16 weights train identically under any default dtype of torch, and their average stays in float32."""
-    before, start = torch.get_default_dtype(), perceptron().bfloat16()
-    ends = []
-    for dtype in (torch.float32, torch.float64):
-        torch.set_default_dtype(dtype)
-        try:
-            model = copy.deepcopy(start)
-            loss = ab.mean_over_samples(lambda net, batch: classify(net, {**batch, "x": batch["x"].bfloat16()}))
-            with ab.Engine(
-                model, sgd, loss, micro_batch_size=4, bf16_weights="split", average_decay=0.9, check_loss=False
-            ) as engine:
-                engine.step(InMemory(vectors(7)))
-                assert engine.average is not None
-                assert {one.dtype for one in engine.average.weights.values()} == {torch.float32}
-            ends.append([one.detach() for one in model.parameters()])
-        finally:
-            torch.set_default_dtype(before)
-    assert all(map(torch.equal, *ends))
 
 
 TEMPERATURE = nn.Parameter(torch.ones((), dtype=torch.float64))
@@ -251,13 +188,6 @@ def test_a_parameter_that_only_the_loss_holds_is_warned_of(make: Callable[[], An
     found = warned(lambda: ab.Engine(model, sgd, ab.mean_over_samples(make()), micro_batch_size=4).close())
     assert len(found) == (not is_frozen)
     assert is_frozen or "never train" in found[0]
-
-
-def test_a_module_that_the_loss_holds_is_not_spoken_of() -> None:
-    """A module that only the loss holds, such as a GAN's critic, causes no warning: another engine may train it."""
-    model, critic = perceptron(), perceptron()
-    loss = ab.mean_over_samples(lambda net, batch: classify(net, batch) + critic(batch["x"]).mean())
-    assert warned(lambda: ab.Engine(model, sgd, loss, micro_batch_size=4).close()) == []
 
 
 def refused_capture() -> tuple[str, bool]:
@@ -312,25 +242,6 @@ def test_what_was_not_finite_before_is_named() -> None:
             engine.step(InMemory(vectors(7)))
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"rank": "0"},
-        {"size": 2.0},
-        {"size": 0},
-        {"size": 10**30},
-        {"rank": 2, "size": 2},
-        {"device": "cpu"},
-        {"device_bytes": "4"},
-    ],
-    ids=str,
-)
-def test_worlds_made_by_hand_are_checked(given: Any) -> None:
-    """An invalid argument of `World` raises an error that names it."""
-    with pytest.raises(WorldError, match=next(iter(given))):
-        ab.World(**given)
-
-
 class Experts(nn.Module):
     """Two layers, of which each sample uses one."""
 
@@ -376,9 +287,3 @@ def test_parameters_that_only_masked_micro_batches_reach(num_masked: int, chosen
     found = warnings_about_masks("single", num_masked, chosen)
     assert len(found) == warns
     assert not warns or "use layers.1.weight, layers.1.bias." in found[0]
-
-
-def test_parameters_that_only_masked_micro_batches_of_a_rank_reach(two_ranks: Ranks) -> None:
-    """Only the rank that skipped the masked micro-batch warns."""
-    first, second = two_ranks.run(warnings_about_masks, "all_reduce", 2, 1)
-    assert (len(first), len(second)) == (1, 0)

@@ -1,6 +1,5 @@
 """Gradient clipping: torch's own, applied once, to the gradient of the whole batch."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import anybatch as ab
 from anybatch.engine.updater import ClipByNorm, ClipByValue
 from anybatch.errors import UserError
 from anybatch.testing import relative_error
-from tests.engine.cases import NUM_CLASSES, STRATEGIES, InMemory, classify, perceptron, sgd_engine, vectors
+from tests.engine.cases import NUM_CLASSES, STRATEGIES, InMemory, classify, perceptron, vectors
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
@@ -76,14 +75,6 @@ def test_clipping_is_that_of_the_unsplit_gradient(clip: str, one_rank: Ranks, tw
     for state, found in runs:
         assert relative_error(state, expected.state_dict()) <= 1e-12
         assert found == pytest.approx(norms, rel=1e-12)
-
-
-def test_policies_bite() -> None:
-    """The limits in these tests are low enough for clipping to change the result."""
-    free, norms = plain("not", 3)
-    assert min(norms) > 0.05
-    for clip in ("by norm", "by value"):
-        assert relative_error(plain(clip, 3)[0].state_dict(), free.state_dict()) > 1e-2
 
 
 class Roles(nn.Module):
@@ -187,13 +178,6 @@ def test_sparse_gradients_are_clipped_alike(name: str) -> None:
     assert relative_error(clipped_by_engine(name, "single", sparse=True), clipped_by_torch(name)) <= 1e-12
 
 
-def test_groups_bite_each_by_itself() -> None:
-    """The four clipping policies give four different models, so no test passes with the wrong policy."""
-    states = [clipped_by_torch(name) for name in BY_GROUP]
-    for one, other in itertools.combinations(states, 2):
-        assert relative_error(one, other) > 1e-3
-
-
 def test_policies_are_one_per_group() -> None:
     """Fewer policies than parameter groups raise an error with both numbers and leave no hook on the model."""
     model = Roles(sparse=False)
@@ -201,12 +185,3 @@ def test_policies_are_one_per_group() -> None:
     with pytest.raises(UserError, match=r"clip has 2 policies.* has 4 groups"):
         ab.Engine(model, optimizer, ab.mean_over_samples(classify), clip=[1.0, None], world=ab.World())
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())  # noqa: SLF001
-
-
-def test_the_norm_is_measured_only_if_wanted() -> None:
-    """measure_gradient_norm=False reports no norm, unless clipping needs it."""
-    for clip, measured in ((None, False), (ClipByValue(0.1), False), (ClipByNorm(0.1), True)):
-        model = perceptron()
-        with sgd_engine(model, clip=clip, measure_gradient_norm=False, world=ab.World()) as engine:
-            report = engine.step(vectors(5))
-        assert (report.grad_norm is not None) == measured

@@ -14,38 +14,20 @@ import torch
 from torch._dynamo import config as dynamo_config
 
 import anybatch as ab
-from anybatch.core.compatibility import TABLE, Feature, Verdict, cell, pairs
-from anybatch.core.loss import declared
-from anybatch.engine.arguments import TrainSpec, features_of, features_of_ranks
-from anybatch.engine.micro_batch_size.sizes import RunSizes
-from anybatch.engine.user_code import collect_modules
+from anybatch.core.compatibility import Feature, Verdict, cell, pairs
 from anybatch.errors import CompositionError, UserError
-from anybatch.norms import policy_of
-from anybatch.parallel.all_reduce import AllReduce
-from anybatch.parallel.data_parallel import DataParallel
-from anybatch.parallel.ddp import DDP
-from anybatch.parallel.fsdp import FSDP
 from anybatch.parallel.single import Single
-from anybatch.parallel.strategy import Capabilities, Strategy, choose_strategy
-from anybatch.parallel.zero1 import Zero1
-from anybatch.testing import relative_error
+from anybatch.parallel.strategy import Capabilities
 from tests.engine.combined_runs import Pair, combined_runs
 from tests.engine.compatibility_cases import (
-    IN_FLOAT32,
-    NUM_SAMPLES,
     Features,
     Found,
     Keeping,
-    Sentences,
-    arguments,
     build,
     changes,
-    compiled,
     complete,
-    plain_gradients,
     run,
     runs_of,
-    tolerance,
 )
 from tests.ranks_fixture import Ranks, selected
 
@@ -162,94 +144,6 @@ def test_refused(pair: Pair, outcomes: Outcomes) -> None:
         assert not found.changed
 
 
-def test_exclusive() -> None:
-    """No run combines two exclusive features."""
-    exclusive = [frozenset(pair) for pair in pairs(Feature) if cell(*pair).verdict is Verdict.EXCLUSIVE]
-    runs = {run for pair in pairs(Feature) for run in runs_of(*pair)}
-    assert exclusive
-    assert not [(pair, run) for pair in exclusive for run in runs if pair <= run]
-
-
-@pytest.mark.parametrize("feature", [Feature.FP32, Feature.BF16, Feature.FP16, Feature.LOW_PARAMETERS])
-def test_one_lost_sample_would_be_seen(feature: Feature) -> None:
-    """The tolerances are tight: a gradient that lacks one sample exceeds them, in every precision."""
-    features, ids = complete({feature}), range(NUM_SAMPLES)
-    whole = plain_gradients(features, ids, [])
-    for lost in ids:
-        rest = plain_gradients(features, [sample for sample in ids if sample != lost], [])
-        assert relative_error(rest, whole) > 3 * tolerance(features)
-
-
-IN_ENTRIES = {feature for combinations in TABLE for features in combinations for feature in features}
-NOT_IN_ARGUMENTS = ("strategy", "ranks", "messages", "batch", "checkpointing")
-IN_ARGUMENTS = {feature for feature in IN_ENTRIES if feature.axis not in NOT_IN_ARGUMENTS}
-
-
-@pytest.mark.parametrize("feature", [f for f in Feature if f in IN_ARGUMENTS], ids=lambda feature: feature.name.lower())
-@pytest.mark.slow
-def test_features_are_recognised(feature: Feature) -> None:
-    """The features of the table's entries that the engine finds in its arguments are those it was built from."""
-    features = complete({feature})
-    given = arguments(features)
-    network, objective = build(features)
-    loss = declared(objective.declared())
-    modules = collect_modules(compiled(network, features) if Feature.COMPILED in features else network, loss)
-    optimizer = Keeping if features & IN_FLOAT32 else Keeping(network.parameters())
-    sizes = RunSizes(
-        ab.World(),
-        effective_batch_size=None,
-        micro_batch_size=given.get("micro_batch_size"),
-        accumulation_steps=given.get("accumulation_steps"),
-        deal="balanced",
-    ).sizes
-    seen = features_of(
-        TrainSpec(
-            model=network,
-            optimizer=optimizer,
-            loss=loss,
-            precision=given.get("precision", "fp32"),
-            rng=given.get("rng", "micro_batch"),
-            bf16_weights=given.get("bf16_weights", "copied"),
-        ),
-        modules,
-        loss,
-        sizes=sizes,
-        deal=given.get("deal", "balanced"),
-        policy=policy_of(given.get("norms", "keep")),
-    )
-
-    assert set(seen) & IN_ENTRIES == features & IN_ARGUMENTS
-
-
-def test_ranks_are_recognised(one_rank: Ranks, two_ranks: Ranks) -> None:
-    """Strategy and ranks are recognised; a strategy that is not in the table has no features."""
-    alone = features_of_ranks(Single.capabilities, ab.World())
-    assert set(alone) == {Feature.SINGLE, Feature.ALONE}
-    assert one_rank.run(names_of_ranks, "all_reduce") == [["all_reduce", "one_rank"]]
-    assert two_ranks.run(names_of_ranks, "ddp") == [["ddp", "several_ranks"]] * 2
-    assert features_of_ranks(Capabilities(name="mine"), ab.World()) == {}
-
-
-def names_of_ranks(strategy: str) -> list[str]:
-    """Run on every rank: return the names of the features of a strategy on these ranks."""
-    found = features_of_ranks(choose_strategy(strategy, ab.World()).capabilities, ab.World.from_environment())
-    return [feature.name.lower() for feature in found]
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [Single(), AllReduce(), DDP(), Zero1(), FSDP(), DataParallel()],
-    ids=lambda strategy: strategy.capabilities.name,
-)
-def test_table_says_what_strategies_say(strategy: Strategy) -> None:
-    """The table refuses low-precision parameters and sparse gradients exactly where a strategy's capabilities do."""
-    own = Feature[strategy.capabilities.name.upper()]
-
-    refused = {f: cell(own, f).verdict is Verdict.REFUSED for f in (Feature.LOW_PARAMETERS, Feature.SPARSE)}
-    assert refused[Feature.LOW_PARAMETERS] is not strategy.capabilities.float32_accumulation
-    assert refused[Feature.SPARSE] is not strategy.capabilities.sparse_gradients
-
-
 @pytest.mark.parametrize(
     ("capabilities", "feature", "expected"),
     [
@@ -282,28 +176,6 @@ class Mine(Single):
     def __init__(self, capabilities: Capabilities) -> None:
         super().__init__()
         self.capabilities = capabilities
-
-
-def test_a_strategy_of_ones_own_is_not_refused_what_others_are() -> None:
-    """The table's refusals do not apply to a custom strategy whose capabilities allow the feature."""
-    features = complete({Feature.SPARSE})
-    network, objective = build(features)
-    mine = Mine(Capabilities(name="mine", sparse_gradients=True))
-
-    with ab.Engine(network, Keeping(network.parameters()), objective.declared(), strategy=mine) as engine:
-        assert engine.step(Sentences().of(range(NUM_SAMPLES))).update == "direct"
-
-
-def test_engine_says_what_keeps_it_from_equality() -> None:
-    """An engine with BatchNorm reports the inexactness and its remedy in `decisions`; others report nothing."""
-    said: dict[Feature, str] = {}
-    for feature in (Feature.BATCH_NORM, Feature.FP32):
-        network, objective = build(complete({feature}))
-        with ab.Engine(network, Keeping(network.parameters()), objective.declared()) as engine:
-            said[feature] = engine.decisions.get("equality", "")
-
-    assert not said[Feature.FP32]
-    assert cell(Feature.BATCH_NORM, Feature.BATCH_NORM).remedy in said[Feature.BATCH_NORM]
 
 
 @pytest.mark.parametrize(("name", "value"), [("deal", "even"), ("rng", "per_rank")])

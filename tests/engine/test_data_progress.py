@@ -14,8 +14,7 @@ from torch.utils.data import Sampler, Subset
 import anybatch as ab
 from anybatch.checkpoints import load_latest, save
 from anybatch.core.batch import Position
-from anybatch.errors import AnyBatchWarning, DataError, RankFailedError
-from anybatch.testing import relative_error
+from anybatch.errors import DataError, RankFailedError
 from tests.engine.cases import sgd_engine
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
@@ -102,16 +101,6 @@ def test_data_sets_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None
             alternate(engine, (24, 24), (1, 1))
 
 
-def test_data_sets_of_changing_size_count_epochs_on() -> None:
-    """If each epoch has a new data set of another size, epochs still count up, so shuffling and augmentation differ."""
-    with make_engine() as engine:
-        for epoch, size in enumerate((12, 18, 24)):
-            for batch in batches(rows(size)):
-                engine.step(batch)
-                assert batch.epoch == epoch
-            assert engine.position == Position(epoch + 1)
-
-
 def run(engine: ab.Engine, loop: Iterable[Any], num_steps: int | None = None) -> list[Ids]:
     """Step batches; return their ids."""
     seen = []
@@ -156,17 +145,6 @@ def test_batches_skipped_after_a_resume(num_done: int, num_skipped: int, tmp_pat
     else:
         assert num_done % 4 == 0
         assert found == expected[num_done + num_skipped :]
-
-
-def test_finished_batches_of_an_epoch_skipped_by_hand(tmp_path: Path) -> None:
-    """A loop over the remaining epochs that skips the finished batches of the current one by hand skips them once."""
-    expected = saved_after(6, tmp_path)
-    seen: list[Ids] = []
-    with make_engine() as engine:
-        engine.load(tmp_path)
-        for epoch in range(engine.position.epoch, 3):
-            seen += run(engine, itertools.islice(batches(rows(24)), 2 * (epoch == 1), None))
-    assert seen == expected[6:]
 
 
 class Shuffled(Sampler[int]):
@@ -222,27 +200,6 @@ def test_data_in_another_order_are_refused(name: str, tmp_path: Path) -> None:
         assert engine.num_steps == 2
         more = {"start": Position(1)}
         assert len(run(engine, batches(rows(24), epochs=2, **more))) == 4
-
-
-def test_data_that_grow_at_their_end_go_on(tmp_path: Path) -> None:
-    """Unshuffled data may grow at the end, even in the middle of an epoch."""
-    saved_after(2, tmp_path, shuffle=False)
-    with make_engine() as engine:
-        engine.load(tmp_path)
-        assert run(engine, batches(rows(30), shuffle=False))[0] == tuple(range(12, 18))
-
-
-def test_another_subset_at_the_beginning_of_an_epoch_is_warned_of(tmp_path: Path) -> None:
-    """Resuming at the start of an epoch with another subset warns, because it may contain held-out samples."""
-    saved_after(4, tmp_path, subset(30, range(24)))
-    for kept, is_same in ((range(24), True), (range(6, 30), False)):
-        with make_engine() as engine:
-            engine.load(tmp_path)
-            if is_same:
-                run(engine, batches(subset(30, kept)))
-                continue
-            with pytest.warns(AnyBatchWarning, match="another subset"):
-                run(engine, batches(subset(30, kept)))
 
 
 def test_checkpoints_of_earlier_versions_go_on(tmp_path: Path) -> None:
@@ -340,22 +297,3 @@ def test_plain_batches_follow_torchs_seed(tmp_path: Path) -> None:
     resumed = noisy_engine(7)
     resumed.load(tmp_path)
     assert drawn(resumed) == [noise[2]]
-
-
-def gradient_under_noise() -> dict[str, torch.Tensor | None]:
-    """Run on every rank, each with another random state: return a gradient under dropout keyed by sample."""
-    with ab.World.from_environment() as world:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
-        torch.manual_seed(world.rank)
-        bounds = [4 * world.rank // world.size, 4 * (world.rank + 1) // world.size]
-        engine = sgd_engine(model, square, rng="per_sample", world=world)
-        with engine:
-            return engine.gradients(torch.arange(8.0, dtype=torch.float64).view(4, 2)[slice(*bounds)])
-
-
-def test_ranks_take_the_seed_of_the_first(one_rank: Ranks, two_ranks: Ranks) -> None:
-    """Plain batches draw the same numbers on two ranks as on one, regardless of the second rank's random state."""
-    (expected,) = one_rank.run(gradient_under_noise)
-    for found in two_ranks.run(gradient_under_noise):
-        assert relative_error(found, expected) <= 1e-12

@@ -16,7 +16,6 @@ import anybatch as ab
 from anybatch.core.batch import Position
 from anybatch.data import Batches
 from anybatch.errors import AnyBatchWarning
-from tests.ranks_fixture import Ranks
 
 NUM_SAMPLES, SIZE = 20, 6
 STEPS_PER_EPOCH = 4
@@ -126,32 +125,6 @@ def test_a_loop_over_epochs_is_one_run(source: str, num_workers: int, anew: bool
     assert torch.equal(found, expected[1])
 
 
-def test_a_stream_is_opened_once_an_epoch() -> None:
-    """Three epochs open a stream three times: it is never opened for an epoch that does not run."""
-    data = Streamed()
-    with make_engine() as engine:
-        for _ in range(3):
-            step(engine, batches(data))
-    assert data.num_opened == 3
-
-
-def loop_on_every_rank(anew: bool) -> tuple[Seen, torch.Tensor]:
-    """Run on every rank: train for three epochs, in one loop or in three."""
-    data = Augmented()
-    with ab.World.from_environment() as world, make_engine(world=world) as engine:
-        loops = [batches(data) for _ in range(3)] if anew else [batches(data, epochs=3)]
-        return [entry for loop in loops for entry in step(engine, loop)], weights(engine)
-
-
-def test_ranks_go_on_alike(two_ranks: Ranks) -> None:
-    """On two ranks, three loops of one epoch equal one loop of three epochs."""
-    expected = two_ranks.run(loop_on_every_rank, False)
-    found = two_ranks.run(loop_on_every_rank, True)
-    for (seen, own), (seen_in_one, own_in_one) in zip(found, expected, strict=True):
-        assert seen == seen_in_one
-        assert torch.equal(own, own_in_one)
-
-
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("epochs", [None, 3])
 def test_a_plain_loop_resumes_in_the_middle_of_an_epoch(source: str, epochs: int | None, tmp_path: Path) -> None:
@@ -173,28 +146,6 @@ def test_a_plain_loop_resumes_in_the_middle_of_an_epoch(source: str, epochs: int
     assert torch.equal(found, expected[1])
 
 
-def test_a_loop_that_is_left_begins_the_next_epoch() -> None:
-    """After a `break`, the next loop runs the whole next epoch."""
-    expected, _ = in_one_loop(Augmented)
-    data = Augmented()
-    with make_engine() as engine:
-        for batch in batches(data):
-            engine.step(batch)
-            break
-        assert step(engine, batches(data)) == expected[STEPS_PER_EPOCH : 2 * STEPS_PER_EPOCH]
-
-
-def test_rounds_of_steps_go_on_in_the_middle() -> None:
-    """Three loops of 3 steps equal one loop of 9, across the ends of epochs."""
-    data = Augmented()
-    with make_engine() as engine:
-        expected = step(engine, batches(data, steps=9)), weights(engine)
-    with make_engine() as engine:
-        seen = [entry for _ in range(3) for entry in step(engine, batches(data, steps=3))]
-        assert seen == expected[0]
-        assert torch.equal(weights(engine), expected[1])
-
-
 @pytest.mark.parametrize("length", [{}, {"epochs": 2}, {"steps": 5}])
 def test_data_sets_in_turn_lose_nothing(length: dict[str, int]) -> None:
     """Alternating between two data sets, by epochs or by steps, uses every sample once per epoch."""
@@ -213,14 +164,6 @@ def test_data_sets_in_turn_lose_nothing(length: dict[str, int]) -> None:
             assert sorted(ids[start : start + number]) == list(range(number))
 
 
-def test_a_start_is_taken_as_it_is() -> None:
-    """Batches with `start=` begin there, regardless of the engine's steps."""
-    data = Augmented()
-    with make_engine() as engine:
-        first = step(engine, batches(data, start=Position()))
-        assert step(engine, batches(data, start=Position())) == first
-
-
 def test_evaluating_moves_nothing() -> None:
     """Evaluating in every epoch does not change the run, and always reads the same held-out data."""
     expected = in_one_loop(Augmented)
@@ -234,31 +177,6 @@ def test_evaluating_moves_nothing() -> None:
         assert torch.equal(weights(engine), expected[1])
     assert seen == expected[0]
     assert values[0] == values[1] == values[2]
-
-
-def test_gradients_are_of_the_next_batch() -> None:
-    """`gradients` of the next batch does not advance the run: the loop then steps that batch."""
-    data = Augmented()
-    with make_engine() as engine:
-        step(engine, batches(data))
-        iterator = iter(batches(data))
-        batch = next(iterator)
-        before = engine.gradients(batch)
-        assert batch.start == Position(1)
-        assert str(engine.gradients(batch)) == str(before)
-        step(engine, itertools.chain([batch], iterator))
-        assert engine.position == Position(2)
-
-
-def test_batches_that_are_left_out_stay_out() -> None:
-    """A loop that skips its first batches skips the first ones of its current epoch."""
-    expected, _ = in_one_loop(Augmented)
-    data = Augmented()
-    seen: Seen = []
-    with make_engine() as engine:
-        for _ in range(2):
-            seen += step(engine, itertools.islice(batches(data), 1, None))
-    assert seen == expected[1:STEPS_PER_EPOCH] + expected[STEPS_PER_EPOCH + 1 : 2 * STEPS_PER_EPOCH]
 
 
 def test_batches_taken_ahead_are_told() -> None:

@@ -10,9 +10,8 @@ from torch.nn import functional as F
 
 import anybatch as ab
 from anybatch.core.loss import Loss
-from anybatch.errors import AnyBatchWarning, LossError, UserError
+from anybatch.errors import LossError, UserError
 from anybatch.metrics import OverWholeSet
-from anybatch.norms import recompute_statistics
 from tests.engine.cases import (
     AUX_WEIGHT,
     NUM_WORDS,
@@ -151,26 +150,6 @@ def test_metrics_are_the_plain_ones(strategy: str, ranks: Ranks) -> None:
             assert values == pytest.approx(expected[name], rel=1e-12)
 
 
-def evaluated_by_one(strategy: str) -> dict[str, float]:
-    """Run on every rank: evaluate batches of one sample, which only the first rank gets."""
-    model = dropping()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: dict[str, Any] = {"strategy": STRATEGIES[strategy](), "world": ab.World.from_environment()}
-    with ab.Engine(model, optimizer, ab.mean_over_tokens(predict), **options) as engine:
-        return engine.evaluate([InMemory(sentences(1)), InMemory(sentences(1))], words_and_values)
-
-
-@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
-def test_a_rank_without_samples_takes_part(strategy: str, three_ranks: Ranks) -> None:
-    """A rank without samples returns the same metrics as the others."""
-    with torch.no_grad():
-        torch.manual_seed(0)
-        plainly = words_and_values(dropping().eval(), sentences(1))
-    expected = {"error": float(plainly["error"]), "hits": int(plainly["hits"].total) / int(plainly["hits"].count)}
-    for found in three_ranks.run(evaluated_by_one, strategy):
-        assert found == pytest.approx(expected, rel=1e-12)
-
-
 def make_engine(model: nn.Module, **options: Any) -> ab.Engine:
     """Return an engine on one rank."""
     return sgd_engine(model, micro_batch_size=2, world=ab.World(), **options)
@@ -195,20 +174,6 @@ def test_every_module_gets_its_own_mode_back() -> None:
         assert [module.training for module in model.modules()] == before
     assert seen == [(False, False)] * 3
     assert before == [True, True, False, True, True]
-
-
-def test_evaluation_changes_nothing() -> None:
-    """Evaluation changes no parameters, buffers, gradients, progress or random state."""
-    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
-    with make_engine(model, norms="keep") as engine:
-        engine.step(vectors(6))
-        before = [tensor.clone() for tensor in model.state_dict().values()]
-        random, position = torch.get_rng_state(), engine.position
-        engine.evaluate([vectors(5)])
-        assert all(torch.equal(old, new) for old, new in zip(before, model.state_dict().values(), strict=True))
-        assert torch.equal(random, torch.get_rng_state())
-        assert (engine.position, engine.num_steps) == (position, 1)
-        assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @sees(
@@ -242,33 +207,6 @@ def test_averaged_weights_are_there_only_meanwhile() -> None:
         assert all(torch.equal(one, other) for one, other in zip(own, model.parameters(), strict=True))
     logits = F.linear(vectors(5)["x"], average[0], average[1])
     assert found["loss"] == pytest.approx(float(F.cross_entropy(logits, vectors(5)["y"])), rel=1e-12)
-
-
-def test_statistics_of_other_weights_are_said_and_can_be_recomputed() -> None:
-    """evaluate(averaged=True) warns about BatchNorm statistics; with recomputed ones, the metric is right."""
-    torch.manual_seed(3)
-    first, norm = nn.Linear(5, 6), nn.BatchNorm1d(6)
-    model = nn.Sequential(first, norm, nn.Linear(6, 4)).double()
-    batches = [vectors(9), vectors(14)]
-    with make_engine(model, average_decay=0.5, norms="exact") as engine:
-        for _ in range(3):
-            engine.step(vectors(9))
-        engine.evaluate(batches)
-        with pytest.warns(AnyBatchWarning, match=r"1 BatchNorm layer \(first '1'\).*recompute_statistics"):
-            engine.evaluate(batches, averaged=True)
-        assert engine.average is not None
-        with engine.average.in_place():
-            recompute_statistics(model, batches, call=lambda model, batch: model(batch["x"]))
-            together = torch.cat([batch["x"] for batch in batches])
-            mean = first(together).mean(0)
-            assert norm.running_mean is not None
-            assert torch.allclose(norm.running_mean, mean)
-            expected = [float(classify(model.eval(), batch).detach()) * len(batch["x"]) for batch in batches]
-        model.train()
-        found = engine.evaluate(batches, averaged=True)
-        assert found["loss"] == pytest.approx(sum(expected) / 23, rel=1e-12)
-        norm.eval()  # a frozen layer keeps its statistics on purpose
-        engine.evaluate(batches, averaged=True)
 
 
 def ranked(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -130,46 +130,6 @@ def test_one_rank_trains_as_if_nothing_were_there(name: str) -> None:
     assert codes == [WARNED] * warns
 
 
-@pytest.mark.parametrize("name", BESIDE)
-@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
-def test_ranks_train_as_if_nothing_were_there(strategy: str, name: str, two_ranks: Ranks) -> None:
-    """Gradients left in `.grad` are discarded on two ranks too, and `zero_grad()` does not stop the reduction."""
-    beside, warns = BESIDE[name]
-
-    for error, codes in two_ranks.run(engine_steps, beside, strategy):
-        assert error <= TOLERANCE
-        assert codes == [WARNED] * warns
-
-
-def two_engines(strategy: str) -> float:
-    """Run on every rank: let two engines over one model alternate their steps; return the error of the parameters."""
-    batch, model = vectors(13), perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    engines = [
-        ab.Engine(
-            model,
-            optimizer,
-            ab.mean_over_samples(classify),
-            micro_batch_size=3,
-            strategy=choose_strategy(strategy, ab.World()),
-        )
-        for _ in range(2)
-    ]
-    for _ in range(NUM_STEPS):
-        for engine in engines:
-            engine.step(InMemory(batch))
-    for engine in engines:
-        engine.close()
-    trained = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return relative_error(trained, plain_steps(2 * NUM_STEPS, batch))
-
-
-@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
-def test_two_engines_over_one_model_take_turns(strategy: str, two_ranks: Ranks) -> None:
-    """Two engines over one model can alternate, as after running a notebook cell twice."""
-    assert all(error <= TOLERANCE for error in two_ranks.run(two_engines, strategy))
-
-
 def test_engines_over_one_bf16_model_take_turns() -> None:
     """Two alternating engines over a bf16 model, whose gradients add up outside of `.grad`, equal one, bit for bit."""
     ends = []
@@ -202,19 +162,6 @@ def test_hooks_on_parameters_run_once_on_the_sum() -> None:
     error, codes = engine_steps(lambda *_: None, "single", prepare=clamped)
     assert error <= TOLERANCE
     assert not codes
-
-
-@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
-def test_hooks_on_parameters_run_once_on_the_sum_of_ranks(strategy: str, two_ranks: Ranks) -> None:
-    """On two ranks, such a hook applies once, to the sum over both."""
-    for error, codes in two_ranks.run(steps_with_clamp, strategy):
-        assert error <= TOLERANCE
-        assert not codes
-
-
-def steps_with_clamp(strategy: str) -> tuple[float, list[str]]:
-    """Run on every rank: `engine_steps` of a model whose gradients are clamped."""
-    return engine_steps(lambda *_: None, strategy, prepare=clamped)
 
 
 def backward_inside(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -345,15 +292,6 @@ def refused_on_a_rank(strategy: str) -> bool:
 def test_a_loss_that_changes_gradients_is_refused_on_ranks(strategy: str, two_ranks: Ranks) -> None:
     """A loss that calls `backward()` also raises an error on ranks, where gradients are views of buffers."""
     assert all(two_ranks.run(refused_on_a_rank, strategy))
-
-
-def test_gradients_inside_of_a_loss_are_its_own_affair() -> None:
-    """`torch.autograd.grad` in the loss, as in a gradient penalty, is exact."""
-    batch, model, plain = vectors(9), perceptron(), perceptron()
-    with sgd_engine(model, penalised, micro_batch_size=2) as engine:
-        found = engine.gradients(InMemory(batch))
-    penalised(plain, batch).backward()
-    assert relative_error(found, {name: parameter.grad for name, parameter in plain.named_parameters()}) <= TOLERANCE
 
 
 def penalised(model: nn.Module, batch: Batch) -> torch.Tensor:

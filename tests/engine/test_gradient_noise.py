@@ -8,19 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 import anybatch as ab
 from anybatch.core.gradient_noise import NoiseEstimate, noise_parts
-from anybatch.core.records import GradientNoiseRecord, Record, StepRecord
-from anybatch.engine.gradient_noise import GradientNoise, NoiseMeter, NoiseOfStep
+from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.errors import CompositionError, UserError
 from anybatch.parallel.data_parallel import DataParallel
 from anybatch.parallel.fsdp import FSDP
 from anybatch.parallel.strategy import Strategy
 from anybatch.parallel.zero1 import Zero1
-from anybatch.testing import out_of_memory_at
 from tests.engine.cases import STRATEGIES, Batch, InMemory, classify, cut, vectors
 from tests.ranks_fixture import Ranks
 
@@ -116,44 +113,6 @@ def test_two_ranks(strategy: str, two_ranks: Ranks) -> None:
     assert_equal(first, by_hand([5, 5, 2, 5, 5, 1]))
 
 
-class Forked(nn.Module):
-    """A layer for all micro-batches, and one for some of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(21)
-        self.often, self.rare = nn.Linear(5, 4).double(), nn.Linear(5, 4).double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.often(x)
-        return found + self.rare(x) if x[0, 0] > 0 else found
-
-
-def test_parameters_that_a_micro_batch_leaves_out() -> None:
-    """A layer that a micro-batch skips has norm 0 there."""
-    batch, model = vectors(NUM_SAMPLES), Forked()
-    starts = range(0, NUM_SAMPLES, SIZE)
-    shares = [min(SIZE, NUM_SAMPLES - start) / NUM_SAMPLES for start in starts]
-    found = []
-    for start, share in zip(starts, shares, strict=True):
-        loss = classify(model, cut(batch, start, start + SIZE)) * share
-        gradients = torch.autograd.grad(loss, list(model.rare.parameters()), allow_unused=True)
-        found.append([one for one in gradients if one is not None])
-    of_parts = sum(float(one.square().sum()) for gradients in found for one in gradients)
-    whole = [torch.stack(pieces).sum(0) for pieces in zip(*filter(None, found), strict=True)]
-    of_sum = sum(float(one.square().sum()) for one in whole)
-    optimizer, noise = torch.optim.SGD(model.parameters(), lr=0.1), GradientNoise(every=1, by="layer")
-    mean = ab.mean_over_samples(classify)
-
-    engine = ab.Engine(model, optimizer, mean, micro_batch_size=SIZE, noise=noise, check_loss=False)
-    measured = engine.step(InMemory(batch)).noise
-
-    assert measured is not None
-    assert [] in found
-    expected = (of_sum - of_parts) / (1 - sum(share**2 for share in shares))
-    assert measured.squared_norms["rare"] == pytest.approx(expected, rel=1e-10)
-
-
 def masked_loss(model: Any, batch: Batch) -> torch.Tensor:
     """Return the mean over samples that are not masked."""
     return F.cross_entropy(model(batch["x"]), masked(batch))
@@ -210,36 +169,6 @@ def test_preconditioned() -> None:
     assert_equal((second.squared_norms, second.variances), by_hand([5, 5, 5, 5, 3], scale=scale))
 
 
-@pytest.mark.parametrize(("preconditioned", "late"), [(False, True), (True, False)])
-def test_behind_the_agreement_of_ranks_nothing_is_allocated(
-    *, preconditioned: bool, late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once ranks have agreed on a step, measuring its noise allocates nothing, so it works without free memory."""
-
-    def summed(model: Any, batch: Batch) -> ab.LossSum:
-        return ab.LossSum(F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"]))
-
-    def estimates() -> list[NoiseEstimate | None]:
-        with make_engine(
-            optimizer=lambda named: torch.optim.Adam(named, lr=0.01),
-            noise=GradientNoise(every=1, by="layer", preconditioned=preconditioned),
-            loss=summed if late else ab.mean_over_samples(classify),
-        ) as engine:
-            return [engine.step(InMemory(vectors(NUM_SAMPLES))).noise for _ in range(3)]
-
-    expected, finish = estimates(), NoiseMeter.finish
-
-    def without_memory(*args: Any, **options: Any) -> NoiseOfStep | None:
-        with out_of_memory_at(1):
-            return finish(*args, **options)
-
-    monkeypatch.setattr(NoiseMeter, "finish", without_memory)
-    for one, other in zip(estimates(), expected, strict=True):
-        assert one is not None
-        assert other is not None
-        assert torch.equal(torch.as_tensor(one.moments), torch.as_tensor(other.moments))
-
-
 def weights_after(noise: GradientNoise | None, steps: int = 4) -> list[torch.Tensor]:
     """Return the weights after some steps."""
     with make_engine(noise=noise, clip=0.5) as engine:
@@ -252,32 +181,6 @@ def weights_after(noise: GradientNoise | None, steps: int = 4) -> list[torch.Ten
 def test_measuring_changes_nothing() -> None:
     """Measuring noise does not change the weights, bit for bit."""
     assert all(map(torch.equal, weights_after(GradientNoise(every=2)), weights_after(None)))
-
-
-def test_one_step_in_j(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps between measurements run no hooks; they and steps of one micro-batch report no noise."""
-    engine, plain, num_norms = make_engine(noise=GradientNoise(every=3)), torch.dot, 0
-    assert isinstance(engine.model, nn.Module)
-    # Kept alive, as DDP does: hooks on nodes without references are freed with the graph.
-    nodes = [get_gradient_edge(parameter).node for parameter in engine.model.parameters()]
-
-    def counting(*args: Any, **options: Any) -> torch.Tensor:
-        nonlocal num_norms
-        num_norms += 1
-        return plain(*args, **options)
-
-    monkeypatch.setattr(torch, "dot", counting)
-    seen = []
-    for _ in range(5):
-        num_norms = 0
-        report = engine.step(InMemory(vectors(NUM_SAMPLES)))
-        seen.append((report.noise is not None, num_norms))
-    small = [engine.step(InMemory(vectors(SIZE))).noise for _ in range(2)]
-
-    num_norms = 4 * (5 + 1)  # for each parameter: one per micro-batch and one for the sum
-    assert seen == [(True, num_norms), (False, 0), (False, 0), (True, num_norms), (False, 0)]
-    assert small == [None, None]
-    assert len(nodes) == 4
 
 
 def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
@@ -303,25 +206,6 @@ def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
 
     assert torch.equal(moments(resumed, range(3, 6)), expected)
     assert begins.step(InMemory(vectors(NUM_SAMPLES))).noise is not None
-
-
-def test_an_observer_is_told() -> None:
-    """An observer gets a noise record with every row before the record of the step."""
-    records: list[Record] = []
-
-    class Keep:
-        def observe(self, record: Record) -> None:
-            records.append(record)
-
-    report = make_engine(observer=Keep()).step(InMemory(vectors(NUM_SAMPLES)))
-    (place,) = [place for place, record in enumerate(records) if isinstance(record, GradientNoiseRecord)]
-    record = records[place]
-
-    assert isinstance(record, GradientNoiseRecord)
-    assert any(isinstance(later, StepRecord) for later in records[place:])
-    assert report.noise is not None
-    assert {name: float(value) for name, value in record.noise_scale.items()} == report.noise.scales
-    assert float(record.high["all parameters"]) == math.inf
 
 
 class Normed(nn.Sequential):

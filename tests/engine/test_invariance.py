@@ -71,18 +71,3 @@ def test_a_run_does_not_depend_on_the_ranks(
         for found in ranks.run(train, dtype, 3, 0.3):
             assert found.sample_ids == plain.sample_ids
             assert found.losses == pytest.approx(plain.losses, rel=tolerance)
-
-
-def test_a_run_without_dropout_does_not_depend_on_the_cut(two_ranks: Ranks) -> None:
-    """Without dropout, micro-batches of 3 and of 7 give the same run."""
-    plain = train(torch.float64, 3, 0.0)
-    for found in two_ranks.run(train, torch.float64, 7, 0.0):
-        assert found.sample_ids == plain.sample_ids
-        assert found.losses == pytest.approx(plain.losses, rel=1e-9)
-
-
-def test_dropout_depends_on_the_cut() -> None:
-    """The counter-example: with dropout, another cut draws other numbers, because keys belong to micro-batches."""
-    one, other = train(torch.float64, 3, 0.3), train(torch.float64, 7, 0.3)
-    assert one.sample_ids == other.sample_ids
-    assert one.losses != pytest.approx(other.losses, rel=1e-4)

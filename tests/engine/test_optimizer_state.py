@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.engine.optimizer_memory import make_state, reserve, update_bytes
+from anybatch.engine.optimizer_memory import make_state, update_bytes
 from anybatch.errors import DoesNotFitError
-from anybatch.testing import memory_budget, out_of_memory_at
+from anybatch.testing import memory_budget
 from tests.engine.cases import InMemory
 from tests.engine.out_of_memory_cases import Listening, Run, engine_of, samples
 from tests.faults import sees
@@ -145,18 +145,3 @@ def test_the_room_for_an_update_is_what_it_takes(name: str, foreach: bool) -> No
         before = budget.held_bytes
         optimizer.step()
     assert update_bytes(optimizer).temporary == budget.peak_bytes - before > 0
-
-
-def test_reserving_takes_and_gives_back() -> None:
-    """`reserve` allocates at least the given bytes in pieces and frees them; it raises if they do not fit."""
-    like = [torch.zeros(100), torch.zeros(10)]
-    with memory_budget(2000, *like) as budget:
-        before = budget.held_bytes
-        reserve(900, like)
-        assert budget.held_bytes == before
-        assert 900 <= budget.peak_bytes - before <= 1320
-        with pytest.raises(torch.OutOfMemoryError):
-            reserve(2000, like)
-    with out_of_memory_at(0) as counted:
-        reserve(0, like)
-    assert counted.num_allocations == 0

@@ -1,16 +1,12 @@
 """Reports, engines, batches and losses print as one readable paragraph."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import anybatch as ab
-from anybatch.errors import DataError
 from tests.engine.cases import classify, perceptron, vectors
-
-MAX_LENGTH = 300
 
 
 def dataset(number: int) -> list[dict[str, torch.Tensor]]:
@@ -26,53 +22,6 @@ def engine_of(loss: Any, **options: Any) -> ab.Engine:
     return ab.Engine(model, optimizer, loss, micro_batch_size=4, **options)
 
 
-def test_a_report() -> None:
-    """A report shows its step, loss, gradient norm, learning rate and geometry."""
-    with engine_of(ab.mean_over_samples(classify)) as engine:
-        report = engine.step(vectors(10))
-
-    assert (
-        str(report)
-        == repr(report)
-        == (
-            f"step 0: loss {report.loss:.4g}, gradient norm {report.grad_norm:.4g}, learning rate 0.1, "
-            f"{report.plan}, next: epoch 0, sample 10"
-        )
-    )
-    assert len(str(report)) <= MAX_LENGTH
-
-
-def test_an_engine() -> None:
-    """An engine prints its modules, its settings and its progress."""
-    with engine_of(ab.mean_over_samples(classify)) as engine:
-        engine.step(vectors(10))
-        words = str(engine)
-
-    assert " object at 0x" not in words
-    assert len(words) <= MAX_LENGTH
-    for part in (
-        "mean over samples of classify",
-        "SGD",
-        "single on 1 rank (cpu)",
-        "at most 4",
-        "1 step made",
-        "sample 10",
-    ):
-        assert part in words
-
-
-def test_a_batch() -> None:
-    """A batch prints its samples once known and how to load them; printing does not load it."""
-    run = iter(ab.batches(dataset(7), effective_batch_size=4, shuffle=False))
-    first = next(run)
-    assert "the engine's step decides" in str(first)
-    assert not first.is_known
-    second = next(run)
-
-    assert "3 samples, 4 to 6 of epoch 0" in str(second)
-    assert all("batch.load()" in str(batch) and len(str(batch)) <= MAX_LENGTH for batch in (first, second))
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_loading_a_batch(num_workers: int) -> None:
     """`load` returns all collated samples of an effective batch and does not change the step."""
@@ -86,12 +35,3 @@ def test_loading_a_batch(num_workers: int) -> None:
                 reports.append(engine.step(batch).loss)
 
     assert reports[:2] == reports[2:]
-
-
-@pytest.mark.parametrize("read", [lambda batch: batch["x"], lambda batch: batch[0], list, dict])
-def test_reading_a_batch_like_a_loaded_one(read: Callable[[Any], object]) -> None:
-    """Reading a batch like a dict or list raises an error that names `load`."""
-    batch = next(iter(ab.batches(dataset(4), effective_batch_size=4)))
-
-    with pytest.raises(DataError, match=r"batch\.load\(\)"):
-        read(batch)

@@ -117,27 +117,6 @@ def test_master_weights_take_small_steps() -> None:
     assert torch.equal(model.get_parameter("weight").detach(), torch.full((4,), 1 - 2**-6, dtype=torch.bfloat16))
 
 
-@pytest.mark.slow
-def test_casting_loses_small_steps_and_is_reported() -> None:
-    """With an optimizer instance over bf16 parameters, such steps are rounded away, as reported."""
-    model, report = step_one_weight(lambda model: torch.optim.SGD(model.parameters(), lr=2**-12), 64)
-
-    assert report.update == "cast"
-    assert torch.equal(model.get_parameter("weight").detach(), torch.ones(4, dtype=torch.bfloat16))
-
-
-def test_float32_parameters_are_updated_directly() -> None:
-    """Float32 parameters need no copies, for an optimizer instance or function."""
-    for function in (False, True):
-        model = nn.Linear(5, 4)
-        optimizer = (lambda named: torch.optim.SGD(named, lr=0.1)) if function else torch.optim.SGD(model.parameters())
-        with ab.Engine(model, optimizer, ab.mean_over_samples(classify), world=ab.World()) as engine:
-            report = engine.step({name: v.float() if v.is_floating_point() else v for name, v in vectors(5).items()})
-            held = [p for group in engine.optimizer.param_groups for p in group["params"]]
-        assert report.update == "direct"
-        assert all(one is other for one, other in zip(held, model.parameters(), strict=True))
-
-
 @sees(
     "the summed gradient is rounded twice",
     "src/anybatch/engine/precision.py",
@@ -314,20 +293,3 @@ def test_fp16_is_the_handwritten_loop(clip: float | None, one_rank: Ranks) -> No
 
     (run,) = one_rank.run(spiky_steps, "single", clip)
     assert all(torch.equal(*pair) for pair in zip(run.parameters, model.parameters(), strict=True))
-
-
-def step_with_an_idle_rank() -> float:
-    """Run on every rank: make a first fp16 step with a single sample, and return its loss."""
-    torch.manual_seed(8)
-    model = nn.Linear(5, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batch = {"x": vectors(1)["x"].float(), "y": vectors(1)["y"]}
-    options: dict[str, Any] = {"precision": "fp16", "world": ab.World.from_environment()}
-    with ab.Engine(model, optimizer, ab.mean_over_samples(classify), **options) as engine:
-        return engine.step(InMemory(batch)).loss
-
-
-def test_fp16_with_an_idle_rank(two_ranks: Ranks) -> None:
-    """In the first step, a rank without samples, which has scaled no loss, unscales and steps with the others."""
-    first, second = two_ranks.run(step_with_an_idle_rank)
-    assert first == second > 0

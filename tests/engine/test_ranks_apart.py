@@ -11,20 +11,14 @@ from tests.engine.ranks_apart import (
     NUM_BATCHES,
     NUM_LOOKS,
     Told,
-    another_engine,
     called_by_one,
     changes_weight,
-    changes_weight_in_loop,
     evaluates_more,
-    evaluates_unreadable,
     fails_in_update,
-    looks_at_gradients,
     plain_loop,
-    raises_in_collate,
     raises_in_counted_data,
     raises_in_data,
     raises_in_loss,
-    saves_alone_in_shares,
     saves_without_the_others,
     sets_rate,
     skips,
@@ -63,28 +57,11 @@ def test_an_error_that_one_loop_catches(strategy: str, kind: type[BaseException]
         assert_trained(told, GOES_ON)
 
 
-def test_three_ranks_leave_a_step_together(three_ranks: Ranks) -> None:
-    """The two ranks that did not fail get the same error, and all three continue."""
-    *others, failed = three_ranks.run(raises_in_loss, "all_reduce", ValueError)
-    assert [told.kinds for told in others] == [ends_with("RankFailedError")] * 2
-    assert failed.kinds == ends_with("ValueError")
-    for told in (*others, failed):
-        assert_trained(told, GOES_ON)
-
-
 def test_data_that_one_rank_cannot_load(two_ranks: Ranks) -> None:
     """A batch that one rank cannot load is skipped by all ranks."""
     other, failed = two_ranks.run(raises_in_data, "ddp")
     assert other.kinds == ends_with("RankFailedError")
     assert failed.kinds == ends_with("OSError")
-    assert_trained(other, GOES_ON)
-
-
-def test_a_share_that_cannot_be_counted(two_ranks: Ranks) -> None:
-    """If a collate function fails on one rank, all ranks raise when they agree on the sizes of shares."""
-    other, failed = two_ranks.run(raises_in_collate, "all_reduce")
-    assert other.kinds == ends_with("RankFailedError")
-    assert failed.kinds == ends_with("DataError")
     assert_trained(other, GOES_ON)
 
 
@@ -113,15 +90,6 @@ def test_another_learning_rate_on_one_rank(two_ranks: Ranks) -> None:
         assert_trained(told, GOES_ON)
 
 
-def test_another_call_on_one_rank(two_ranks: Ranks) -> None:
-    """A gradient on one rank and a step on the other are distinguished, although they need the same messages."""
-    for told in two_ranks.run(looks_at_gradients, "all_reduce"):
-        assert told.kinds == ends_with("RanksDifferError")
-        assert "rank 0: engine.step at step 2" in told.ends[APART]
-        assert "rank 1: engine.gradients at step 2" in told.ends[APART]
-        assert_trained(told, GOES_ON)
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_weight_that_one_rank_changes(strategy: str, two_ranks: Ranks, tmp_path: Path) -> None:
     """A weight changed on one rank is refused by save and evaluate, by name; after a repair all continue normally."""
@@ -129,12 +97,6 @@ def test_a_weight_that_one_rank_changes(strategy: str, two_ranks: Ranks, tmp_pat
         assert told.kinds == ["0", "ReplicaError", "ReplicaError", "done", "1"]
         assert (told.fields["ranks"], told.fields["names"], told.names) == ((1,), ("0.weight",), ("0.weight",))
         assert_trained(told, [0, 1])
-
-
-def test_weights_are_compared_every_so_many_steps(two_ranks: Ranks) -> None:
-    """The next periodic comparison finds a changed weight before the update, and reports the last equal step."""
-    for told in two_ranks.run(changes_weight_in_loop, "all_reduce"):
-        assert told.kinds == ["0", "1", *["ReplicaError"] * 3]
 
 
 @sees(
@@ -159,16 +121,6 @@ def test_an_update_that_fails_on_one_rank() -> None:
 
 
 @pytest.mark.ranks
-def test_another_engine_behind_a_message_that_was_left() -> None:
-    """After a rank has waited in vain, new engines are refused, so that none reads the abandoned message."""
-    outcomes = run_ranks(2, another_engine, "all_reduce", timeout_seconds=TIMEOUT_SECONDS)
-    assert [outcome.error for outcome in outcomes] == [None, None]
-    (_, waited), (_, failed) = (outcome.value for outcome in outcomes)
-    assert waited.kinds == ["WorldError"]
-    assert failed.kinds == ["RankFailedError"]
-
-
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("world_size", "strategy", "name"),
     [(2, "ddp", "evaluate"), (3, "all_reduce", "save")],
@@ -189,23 +141,6 @@ def test_one_batch_more_to_evaluate(two_ranks: Ranks) -> None:
     for told in two_ranks.run(evaluates_more, "all_reduce"):
         assert told.kinds == ["DataError", "done", "0"]
         assert_trained(told, [0])
-
-
-def test_a_batch_to_evaluate_that_one_rank_cannot_read(two_ranks: Ranks) -> None:
-    """If one rank cannot read a batch, all leave the evaluation and can make the next one."""
-    other, failed = two_ranks.run(evaluates_unreadable, "all_reduce")
-    assert other.kinds == ["RankFailedError", "done", "0"]
-    assert failed.kinds == ["OSError", "done", "0"]
-
-
-@pytest.mark.ranks
-def test_a_save_on_one_rank_within_shares(tmp_path: Path) -> None:
-    """A save on one rank within `ab.shares` raises on both, although the loader has a separate world."""
-    for outcome in run_ranks(2, saves_alone_in_shares, "all_reduce", str(tmp_path), timeout_seconds=TIMEOUT_SECONDS):
-        assert outcome.value is not None, outcome.error
-        said = next(end for end in outcome.value.ends if end.startswith("RanksDifferError"))
-        assert "rank 0 called engine.save at step 1; rank 1 called ab.shares for share 1" in said
-        assert "remove `if rank == 0`" in said
 
 
 @pytest.mark.ranks

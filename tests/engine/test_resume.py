@@ -280,16 +280,6 @@ def test_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
     assert same_bits(dict(model.state_dict()), before)
 
 
-def test_checkpoint_of_another_precision_is_refused(tmp_path: Path) -> None:
-    """A run with averaged weights refuses a checkpoint without, instead of silently restarting its averages."""
-    stop_early("plain", tmp_path)
-    _, engine, _ = build("averaged")
-
-    with engine, pytest.raises(CheckpointError, match="lacks 'average'") as caught:
-        engine.load(tmp_path)
-    assert caught.value.path == list_checkpoints(tmp_path)[-1]
-
-
 def test_damaged_newest_falls_back_loudly(tmp_path: Path) -> None:
     """If the newest checkpoint is damaged, the previous one is loaded, with a warning that names the damaged one."""
     _, engine, dtype = build("plain")

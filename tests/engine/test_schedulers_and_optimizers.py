@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import anybatch as ab
 from anybatch.core.records import StepRecord
-from anybatch.errors import AnyBatchWarning, CheckpointError, CompositionError, ParameterError, UserError
+from anybatch.errors import AnyBatchWarning, CheckpointError, CompositionError, UserError
 from anybatch.optimizers import CombinedOptimizer
 from anybatch.testing import relative_error
 from tests.engine.cases import InMemory, classify, perceptron, sgd_engine, vectors
@@ -61,14 +61,6 @@ def test_optimizers_that_ask_for_the_loss_again_are_refused(make: Callable[[Any]
         engine_of(model, optimizer)
 
 
-def test_a_scheduler_of_another_optimizer_is_refused() -> None:
-    """A scheduler of another optimizer is refused, because its rates would have no effect."""
-    model = perceptron()
-    other = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UserError, match="StepLR was made for another optimizer"):
-        engine_of(model, torch.optim.SGD(model.parameters(), lr=0.1), scheduler=LR.StepLR(other, 1))
-
-
 def test_a_scheduler_that_needs_a_metric_is_refused_and_can_be_saved(tmp_path: Path) -> None:
     """ReduceLROnPlateau is refused as `scheduler=`, but resumes exactly if the user steps and saves it."""
     model = perceptron()
@@ -111,16 +103,6 @@ def test_a_scheduler_that_is_not_saved_is_said(tmp_path: Path) -> None:
         engine.save(tmp_path / "run")
 
 
-def test_what_is_saved_also_must_have_a_state() -> None:
-    """An object without a state is refused before any checkpoint is written."""
-    model = perceptron()
-    with (
-        engine_of(model, torch.optim.SGD(model.parameters(), lr=0.1)) as engine,
-        pytest.raises(UserError, match="needs the methods state_dict and load_state_dict"),
-    ):
-        engine.save_also(counter=3)  # type: ignore[arg-type]
-
-
 def saved_by(make: Callable[[Any], Optimizer], folder: Path) -> Path:
     """Return a checkpoint after one step with an optimizer."""
     model = perceptron()
@@ -147,42 +129,6 @@ def test_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
             engine.load(path)
         assert engine.num_steps == 0
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
-
-
-def test_a_kind_with_the_same_settings_goes_on_and_is_said(tmp_path: Path) -> None:
-    """Loading Adam state into AdamW is allowed, with a warning that names both."""
-    path = saved_by(lambda parameters: torch.optim.Adam(parameters, lr=0.1), tmp_path / "run")
-    model = perceptron()
-    with engine_of(model, torch.optim.AdamW(model.parameters())) as engine:
-        with pytest.warns(AnyBatchWarning, match=r"Adam, .* continues with torch\.optim\.adamw\.AdamW"):
-            engine.load(path)
-        assert engine.num_steps == 1
-
-
-@pytest.mark.slow
-def test_a_compiled_model_and_a_plain_one_read_each_others_checkpoints(tmp_path: Path) -> None:
-    """Checkpoints of a compiled model with a compiled part resume bitwise without compiling, and the reverse."""
-    ends = []
-    for first, second in ((False, False), (True, False), (False, True)):
-        path, model = None, perceptron()
-        average: list[torch.Tensor] = []
-        for is_compiled in (first, second):
-            model = perceptron()
-            if is_compiled:
-                model[0] = torch.compile(model[0], backend="eager")  # type: ignore[index, operator]
-                model = torch.compile(model, backend="eager")  # type: ignore[assignment]
-            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-            options: dict[str, Any] = {"micro_batch_size": 7, "average_decay": 0.5}
-            with ab.Engine(model, optimizer, ab.mean_over_samples(classify), **options) as engine:
-                if path is not None:
-                    engine.load(path)
-                engine.step(InMemory(vectors(7)))
-                path = engine.save(tmp_path / f"{first} {second} {is_compiled}")
-                assert engine.average is not None
-                average = [one.clone() for one in engine.average.weights.values()]
-        ends.append([*(parameter.detach() for parameter in model.parameters()), *average])
-    for others in ends[1:]:
-        assert all(torch.equal(*pair) for pair in zip(ends[0], others, strict=True))
 
 
 class Adapter(nn.Module):
@@ -363,17 +309,6 @@ def test_several_optimizers_step_as_one(tmp_path: Path) -> None:
         for _ in range(2):
             engine.step(InMemory(batch))
     assert relative_error(dict(resumed.named_parameters()), dict(plain.named_parameters())) <= 1e-9  # Muon's bf16
-
-
-def test_a_parameter_in_two_optimizers_is_refused() -> None:
-    """A parameter in two optimizers is refused, because it would be updated twice."""
-    model = perceptron()
-    one, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
-    with pytest.raises(ParameterError, match=r"of which 6 are in several"):
-        CombinedOptimizer(one, other)
-    combined = CombinedOptimizer(one)
-    with pytest.raises(ParameterError, match="combine them again"):
-        combined.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
 def test_a_scheduler_past_its_end_leaves_its_step_counted() -> None:

@@ -1,6 +1,5 @@
 """The user's own loaders: ranks agree on the end, and empty shares count nothing."""
 
-import importlib
 import itertools
 import warnings
 from collections.abc import Iterator
@@ -12,8 +11,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import anybatch as ab
 from anybatch.core.batch import Position
-from anybatch.errors import AnyBatchWarning, BatchSizeError, DataError, RankFailedError, RanksDifferError
-from anybatch.testing import relative_error, run_ranks
+from anybatch.errors import AnyBatchWarning, DataError, RankFailedError
+from anybatch.testing import relative_error
 from tests.engine.cases import STRATEGIES, classify, cut, perceptron, sgd_engine, vectors
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
@@ -72,17 +71,6 @@ def test_a_rank_that_is_done_first_does_not_stop_the_others(ranks: Ranks) -> Non
         for state, plans in ranks.run(train_on_uneven_loaders, strategy):
             assert len(plans) == 4
             assert relative_error(state, model.state_dict()) <= 1e-12
-
-
-def test_empty_loaders_make_no_step(two_ranks: Ranks) -> None:
-    """If no rank has a batch, no share is yielded."""
-    assert list(ab.shares([], world=ab.World())) == []
-    assert two_ranks.run(shares_of_nothing) == [0, 0]
-
-
-def shares_of_nothing() -> int:
-    """Run on every rank: return the number of shares from an empty loader."""
-    return len(list(ab.shares([], world=ab.World.from_environment())))
 
 
 def test_a_sampler_that_pads_is_told() -> None:
@@ -151,15 +139,6 @@ def test_ranks_join_their_loaders(two_ranks: Ranks) -> None:
         assert relative_error({"all": found}, {"all": expected}) <= 1e-12
 
 
-def test_what_cannot_be_joined_is_refused() -> None:
-    """Batches padded to different lengths cannot be joined: the error names them and the fix."""
-    loader = [{"x": torch.zeros(4, 5)}, {"x": torch.zeros(4, 7)}]
-    with pytest.raises(DataError, match=r"batch\['x'\] is \(4, 5\) and \(4, 7\)\. Use ab.batches"):
-        list(ab.shares(loader, effective_batch_size=6, world=ab.World()))
-    with pytest.raises(BatchSizeError, match="effective_batch_size=0 must be a whole number"):
-        list(ab.shares(loader, effective_batch_size=0, world=ab.World()))
-
-
 def joined_in_vain() -> tuple[int, str]:
     """Run on every rank: batches of rank 1 cannot be joined; return the number of earlier shares, and the error."""
     world = ab.World.from_environment()
@@ -178,51 +157,6 @@ def test_what_cannot_be_joined_is_refused_on_all_ranks_at_once(two_ranks: Ranks)
     assert (of_first, of_second) == (1, 1)
     assert first.startswith("RankFailedError: rank 1 failed"), first
     assert second.startswith("DataError: batches of a loader cannot be joined"), second
-
-
-def steps_of_loader(sizes: list[int], **options: Any) -> None:
-    """Make one step per batch size, with effective_batch_size=64."""
-    model = perceptron()
-    with sgd_engine(model, effective_batch_size=64, **options) as engine:
-        for size in sizes:
-            engine.step(vectors(size))
-
-
-def test_batches_smaller_than_the_named_size_are_told() -> None:
-    """Loader batches of 16 under effective_batch_size=64 cause one warning that suggests `ab.shares`."""
-    with pytest.warns(AnyBatchWarning, match=r"steps have 16 samples.*effective_batch_size=64.*ab\.shares") as w:
-        steps_of_loader([16, 16, 16, 16])
-    assert len(w) == 1
-
-
-def test_the_last_batch_of_an_epoch_may_be_smaller() -> None:
-    """A single small batch before a full one causes no warning."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        steps_of_loader([64, 20, 64, 20, 64])
-
-
-def loop_and_evaluate() -> str:
-    """Run on every rank: step loaders of 2 and 3 batches without `ab.shares`, evaluate; return the error."""
-    world = ab.World.from_environment()
-    model = perceptron()
-    engine = sgd_engine(model, micro_batch_size=2, world=world)
-    try:
-        for number in range(2 + world.rank):
-            engine.step(vectors(4 + number + 10 * world.rank))
-        engine.evaluate([vectors(5)])
-    except RanksDifferError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.ranks
-def test_loaders_of_different_length_are_refused_with_their_cure() -> None:
-    """If one rank evaluates while another still steps, both raise an error that suggests `ab.shares`."""
-    for outcome in run_ranks(2, loop_and_evaluate, timeout_seconds=60.0):
-        assert outcome.value is not None, outcome.error
-        assert "rank 0 called engine.evaluate at step 2; rank 1 called engine.step at step 2" in outcome.value
-        assert "wrap loaders of different lengths in ab.shares" in outcome.value
 
 
 def step_from_different_places() -> str:
@@ -283,21 +217,6 @@ def test_a_stream_divided_by_rank_is_refused(two_ranks: Ranks) -> None:
     assert two_ranks.run(step_a_stream, False) == ["", ""]
 
 
-def test_numbers_that_differ_between_joined_batches_are_refused() -> None:
-    """Numbers in a batch must be equal in all batches joined to one step."""
-    x = torch.arange(12.0)
-    for value in (int, str, torch.tensor):
-        loader = [{"x": x[k : k + 3], "n": value(k)} for k in (0, 3, 6, 9)]
-        with pytest.raises(DataError, match=r"batch\['n'\] is .*0.* in one and .*3.* in another"):
-            list(ab.shares(loader, effective_batch_size=12, world=ab.World()))
-        assert len(list(ab.shares(loader, effective_batch_size=3, world=ab.World()))) == 4
-    same = [{"x": x[k : k + 3], "n": 7, "all": None} for k in (0, 3, 6, 9)]
-    (share,) = ab.shares(same, effective_batch_size=12, world=ab.World())
-    batch: Any = share.batch
-    assert batch["n"] == 7
-    assert batch["x"].tolist() == x.tolist()
-
-
 @pytest.mark.parametrize("size", [2, 3, 4, 6, 7])
 def test_a_loader_may_use_its_memory_again(size: int) -> None:
     """Batches in a buffer that the loader reuses are joined and split correctly."""
@@ -315,38 +234,6 @@ def test_a_loader_may_use_its_memory_again(size: int) -> None:
         found += batch["x"].tolist()
         named += batch["names"]
     assert found == named == list(range(20))
-
-
-def counted_with_accelerate(num_samples: int, batch_size: int, options: dict[str, Any]) -> tuple[int, list[str]]:
-    """Run on every rank: step a loader prepared by Accelerate; return the number of samples, and warnings."""
-    data_loader: Any = importlib.import_module("accelerate.data_loader")
-    world = ab.World.from_environment()
-    data = [{"x": torch.tensor([float(k)])} for k in range(num_samples)]
-    loader = data_loader.prepare_data_loader(
-        DataLoader(data, batch_size),  # type: ignore[arg-type]
-        num_processes=world.size,
-        process_index=world.rank,
-        put_on_device=False,
-        **options,
-    )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        count = sum(len(share.batch["x"]) for share in ab.shares(loader, world=world) if share.batch is not None)
-    return int(sum(row[0] for row in world.gather_numbers([count]))), [str(one.message) for one in caught]
-
-
-@pytest.mark.parametrize("split_batches", [False, True])
-@pytest.mark.parametrize("num_samples", [20, 32])
-def test_samples_that_accelerate_repeats_are_told(num_samples: int, split_batches: bool, two_ranks: Ranks) -> None:
-    """If Accelerate repeats samples to fill the batches of all ranks, a warning gives their number."""
-    pytest.importorskip("accelerate", reason="needs accelerate")
-    for even_batches in (True, False):
-        options = {"split_batches": split_batches, "even_batches": even_batches}
-        for count, told in two_ranks.run(counted_with_accelerate, num_samples, 8, options):
-            found = [text for text in told if "duplicates" in text]
-            assert len(found) == (count != num_samples)
-            assert all(f"{num_samples} samples with {count - num_samples} duplicates" in text for text in found)
-            assert even_batches or count == num_samples
 
 
 class EvenBatches(torch.utils.data.BatchSampler):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import inspect
 import weakref
 from typing import Any
 
@@ -11,8 +10,6 @@ import torch
 
 import anybatch as ab
 from anybatch.engine.arguments import Hardware, TrainSpec
-from anybatch.engine.decisions import Decisions
-from anybatch.errors import UserError
 from tests.engine.cases import CASES, InMemory
 from tests.ranks_fixture import Ranks
 
@@ -49,31 +46,6 @@ def test_a_spec_makes_the_engine_of_its_fields() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
-def test_the_engine_takes_every_field_of_both_values() -> None:
-    """Every field of a spec or the hardware is an argument of the engine, and the reverse."""
-    arguments = set(inspect.signature(ab.Engine.__init__).parameters) - {"self", "observer"}
-    fields = {field.name for value in (TrainSpec, Hardware) for field in dataclasses.fields(value)}
-
-    assert fields <= arguments
-    assert arguments - fields == set()
-
-
-def test_a_scheduler_is_made_for_the_optimizer_that_the_engine_makes() -> None:
-    """A scheduler function gets the engine's optimizer and is stepped once per update, like an instance."""
-    model = CASES["ragged"].model()
-    spec = spec_of(model, scheduler=lambda made: torch.optim.lr_scheduler.ExponentialLR(made, 0.5))
-    with ab.Engine.from_spec(spec, Hardware(micro_batch_size=3)) as engine:
-        engine.step(InMemory(CASES["ragged"].batch()))
-        assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
-
-
-def test_what_is_no_scheduler_is_refused() -> None:
-    """A scheduler function that returns an object without `step` is refused."""
-    model = CASES["ragged"].model()
-    with pytest.raises(UserError, match="has no method step"):
-        ab.Engine.from_spec(spec_of(model, scheduler=lambda _: 0.1))
-
-
 def test_a_dropped_engine_is_freed_without_the_garbage_collector() -> None:
     """No part of an engine references it, so two engines in a row need the memory of one."""
     model = CASES["ragged"].model()
@@ -107,16 +79,3 @@ def freed_models(strategy: str) -> list[bool]:
 def test_a_dropped_engine_lets_its_model_go(strategy: str, two_ranks: Ranks) -> None:
     """DDP's reducer and other native objects do not keep the model or world of a dropped engine alive."""
     assert two_ranks.run(freed_models, strategy) == [[True, True], [True, True]]
-
-
-def test_decisions_are_only_added_to() -> None:
-    """Decisions map names to the newest text and keep the history; items cannot be set."""
-    decisions = Decisions()
-    for text in ("16, as named", "", "8, because 16 ran out of memory"):
-        decisions.add("micro_batch_size", text)
-    decisions.add("loss", "as declared")
-
-    assert dict(decisions) == {"micro_batch_size": "8, because 16 ran out of memory", "loss": "as declared"}
-    assert [decision.text for decision in decisions.history][:2] == ["16, as named", "8, because 16 ran out of memory"]
-    with pytest.raises(TypeError):
-        decisions["loss"] = "otherwise"  # type: ignore[index]

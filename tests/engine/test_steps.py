@@ -255,52 +255,6 @@ def test_an_observer_sees_what_happens_and_decides_nothing(strategy: str, two_ra
         assert bytes_sent == 2 * 8 * sum(parameter.numel() for parameter in perceptron().parameters())
 
 
-def test_a_loss_that_is_kept_and_added_to_is_reported_as_it_was() -> None:
-    """The reported loss is right even if the loss function accumulates a running sum in place."""
-    model, kept = perceptron(), list[torch.Tensor]()
-
-    def loss(network: nn.Module, batch: Batch) -> torch.Tensor:
-        value = classify(network, batch) * len(batch["x"])
-        if kept:
-            kept[0] += value.detach()
-        else:
-            kept.append(value.detach())
-        return value
-
-    engine = ab.Engine(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        ab.sum_over_samples(loss),
-        micro_batch_size=8,
-        check_loss=False,
-    )
-    wanted = float(classify(model, vectors(24)).detach()) * 24
-    with engine:
-        report = engine.step(vectors(24))
-
-    assert report.loss == pytest.approx(wanted, rel=TOLERANCE)
-    assert float(kept[0]) == pytest.approx(wanted, rel=TOLERANCE)
-
-
-def test_a_term_may_be_a_constant() -> None:
-    """A constant term, such as a disabled regulariser, adds to the loss but has no gradient."""
-    model, plain = perceptron(), perceptron()
-
-    def terms(network: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-        return {"main": classify(network, batch), "off": torch.tensor(3.0, dtype=torch.float64)}
-
-    loss = ab.sum_of(terms, main=ab.samples(), off=ab.samples(weight=0.5))
-    engine = ab.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, micro_batch_size=5)
-    with engine:
-        gradients = engine.gradients(vectors(24))
-        report = engine.step(vectors(24))
-    value = classify(plain, vectors(24))
-    value.backward()
-
-    assert relative_error(gradients, {name: p.grad for name, p in plain.named_parameters()}) <= TOLERANCE
-    assert report.loss == pytest.approx(float(value.detach()) + 1.5, rel=TOLERANCE)
-
-
 @sees(
     "a step is run in the turns of the first one",
     "src/anybatch/engine/micro_batches.py",

@@ -13,7 +13,6 @@ from anybatch.core.headroom import HEADROOM
 from anybatch.engine.notifier import num_bytes_of
 from anybatch.engine.strategy_choice import replica_bytes
 from anybatch.errors import DoesNotFitError
-from anybatch.memory.ledger import MemoryLedger
 from anybatch.testing import relative_error
 from tests.engine.cases import InMemory
 from tests.ranks_fixture import Ranks
@@ -179,28 +178,3 @@ def test_the_arithmetic_is_that_of_a_step(kind: str, dtype: torch.dtype, made: b
     running.close()
     assert counted.weights + counted.update.state == held["weights"] + held["buffers"] + held["optimizer"]
     assert counted.gradients == 4 * NUMBERS
-
-
-def test_what_is_counted_is_no_more_than_a_step_holds() -> None:
-    """The estimated bytes of a replica are a lower bound of its step's peak."""
-    model = tower()
-    optimizer = adamw(list(model.named_parameters()))
-    counted = replica_bytes(optimizer, model, most=0).on_each(1)
-    batch = {"x": torch.randn(1, 32), "y": torch.tensor([0])}
-    ledger = MemoryLedger()
-    for _ in range(2):
-        loss(model, batch).backward()
-        state = [value for values in optimizer.state.values() for value in values.values()]
-        ledger.hold("weights", [*model.parameters(), *state])
-        ledger.hold("gradients", [parameter.grad for parameter in model.parameters() if parameter.grad is not None])
-        with ledger:
-            optimizer.step()
-        optimizer.zero_grad()
-    ledger.forget()
-    assert counted <= ledger.peak_bytes <= 1.05 * counted
-
-
-def test_one_rank_and_a_cpu_are_not_asked() -> None:
-    """A single rank uses "single" however small its device, and CPU memory is not considered."""
-    assert chosen("function", 1000) == "single, because there is 1 rank"
-    assert chosen("function", None) == "single, because there is 1 rank"

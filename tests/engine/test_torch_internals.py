@@ -10,12 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from anybatch.engine.torch_internals import (
-    DropoutBase,
     TrainableParts,
     accumulation_hooks,
     active_dispatch_modes,
-    gradients,
-    is_compiled,
     is_in_checkpoint,
     packing_function,
     state_maker,
@@ -24,15 +21,8 @@ from anybatch.engine.torch_internals import (
     without_tensor_hooks,
 )
 from anybatch.errors import UnsupportedTorchError
-from anybatch.memory.ledger import MemoryLedger
 
 NOTHING: Any = SimpleNamespace()
-
-
-def test_layers_that_drop_have_one_base() -> None:
-    """Every form of dropout is a `DropoutBase`, and an activation is not."""
-    assert all(isinstance(layer, DropoutBase) for layer in (nn.Dropout(), nn.Dropout2d(), nn.AlphaDropout()))
-    assert not isinstance(nn.ReLU(), DropoutBase)
 
 
 def test_a_checkpointed_forward_is_told_from_others() -> None:
@@ -52,21 +42,6 @@ def test_a_checkpointed_forward_is_told_from_others() -> None:
     assert seen == [False, True, False]
 
 
-def test_modes_that_see_operations_are_listed() -> None:
-    """A ledger is among the active modes exactly while it is entered."""
-    with MemoryLedger() as ledger:
-        assert active_dispatch_modes() == [ledger]
-    assert active_dispatch_modes() == []
-
-
-def test_a_compiled_module_that_hides_is_refused() -> None:
-    """A compiled module that hides its original is refused."""
-    hidden: Any = type("Hidden", (nn.Module,), {"__module__": "torch._dynamo.eval_frame"})()
-
-    with pytest.raises(UnsupportedTorchError, match=r"torch\.compile"):
-        is_compiled(hidden)
-
-
 class Cached(nn.Module):
     """Caches a table in its forward, and calls a method through an attribute."""
 
@@ -84,15 +59,6 @@ class Cached(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.call(x)
-
-
-def test_gradients_are_those_of_torch() -> None:
-    """Gradients equal torch's with and without the private name; an unused leaf has None."""
-    x, unused = torch.randn(3, requires_grad=True), torch.randn(2, requires_grad=True)
-    for of in (torch.autograd.Variable, object()):
-        (found, none) = gradients(x.square().sum(), [x, unused], of)
-        assert none is None
-        torch.testing.assert_close(found, 2 * x.detach())
 
 
 def test_wider_copies_are_modules_of_their_own() -> None:

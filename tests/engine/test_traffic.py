@@ -150,13 +150,6 @@ def test_one_reduction_per_step(strategy: str, two_ranks: Ranks) -> None:
     assert found[1] == found[4] == found[16]
 
 
-def test_several_buckets_are_reduced_one_by_one(two_ranks: Ranks) -> None:
-    """With small buckets there are several reductions, which together carry the gradient once."""
-    calls = two_ranks.run(calls_of_a_step, "all_reduce", 4)[0]
-    assert sum(call.dtype == torch.float32 for call in calls) > 1
-    assert sum(call.dtype == torch.float32 for call in two_ranks.run(calls_of_a_step, "all_reduce, after", 4)[0]) == 1
-
-
 class Waited:
     """A started reduction that counts how often it is waited for."""
 

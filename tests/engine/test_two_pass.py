@@ -1,14 +1,11 @@
 """Cross-sample losses: the full-batch gradient with the activations of one micro-batch at a time."""
 
 import copy
-import dataclasses
 import functools
 import random
 import traceback
 import warnings
-from array import array
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -18,18 +15,13 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.core.randomness import joint_seed
-from anybatch.core.records import MicroBatchRecord, ReductionRecord
-from anybatch.errors import AnyBatchWarning, CompositionError, LossError
-from anybatch.parallel.ddp import DDP
-from anybatch.parallel.dtensors import gather
+from anybatch.errors import AnyBatchWarning, LossError
 from anybatch.parallel.fsdp import FSDP
 from anybatch.testing import relative_error
 from tests.engine.cases import SPLITS, STRATEGIES, InMemory, arrive, combinations, plain_gradients
-from tests.engine.test_traffic import Call, recorded
 from tests.engine.two_pass_cases import (
     JOINT_CASES,
     WIDTH,
-    Clip,
     Encoders,
     JointCase,
     Pair,
@@ -39,10 +31,8 @@ from tests.engine.two_pass_cases import (
     encoder,
     engine_of,
     joined,
-    naive_gradients,
     pairs,
     plain_loss,
-    sgd,
 )
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
@@ -113,16 +103,6 @@ def test_gradient_is_that_of_the_unsplit_batch(case: str, errors: list[Errors]) 
 
     assert len(found) == len(errors) * len(combinations(len(errors)))
     assert not wrong, f"{len(wrong)} of {len(found)} combinations:\n" + "\n".join(wrong)
-
-
-@pytest.mark.parametrize("case", [name for name, case in JOINT_CASES.items() if not case.draws])
-def test_the_loss_of_each_micro_batch_is_another_loss(case: str) -> None:
-    """Counter-example: the mean of the losses of single micro-batches is off by far more than rounding."""
-    model, function = JOINT_CASES[case].model(), JOINT_CASES[case].loss()
-    expected = plain_gradients(
-        all_modules(model, function), plain_loss(JOINT_CASES[case], model, function, pairs(), [])
-    )
-    assert relative_error(naive_gradients(JOINT_CASES[case], pairs(), 8), expected) > 0.15
 
 
 class Counting(nn.Module):
@@ -366,27 +346,6 @@ def test_what_the_loss_draws_is_keyed() -> None:
     assert max(relative_error(one, expected) for one in found) <= TOLERANCE
 
 
-def test_sparse_gradients() -> None:
-    """On one rank gradients may be sparse in the encoder and in the loss."""
-
-    def words() -> nn.Module:
-        torch.manual_seed(24)
-        return nn.Embedding(5, WIDTH, sparse=True).double()
-
-    def encode(model: nn.Module, batch: Any) -> Any:
-        return {"vector": torch.tanh(model(batch["label"])), "label": batch["label"]}
-
-    def loss(model: nn.Module, outputs: Any) -> torch.Tensor:
-        logs: torch.Tensor = (outputs["vector"] @ torch.sin(model(outputs["label"])).T).log_softmax(1)
-        return -logs.diagonal().mean()
-
-    with engine_of(JointCase(model=words, encode=encode, loss=lambda: loss), micro_batch_size=3) as engine:
-        found = engine.gradients(pairs())
-    model = words()
-    expected = plain_gradients(model, loss(model, encode(model, pairs())))
-    assert relative_error(found, expected) <= TOLERANCE
-
-
 class Encode(nn.Module):
     """An encode function that is a module with parameters."""
 
@@ -397,40 +356,6 @@ class Encode(nn.Module):
 
     def forward(self, model: Encoders, batch: Any) -> Pair:
         return Pair(self.head(model.image(batch["image"])), self.head(model.text(batch["text"])))
-
-
-def test_encode_may_be_a_module() -> None:
-    """Parameters of an encode function that is a module are trained with the model's."""
-    encode, model = Encode(), Encoders()
-    with ab.Engine(model, sgd, ab.joint(encode, clip), micro_batch_size=10, world=ab.World()) as engine:
-        found = engine.gradients(pairs())
-    both_modules = nn.ModuleDict({"model": model, "encode": encode})
-    expected = plain_gradients(both_modules, clip(model, encode(model, pairs())))
-
-    assert "encode.head.weight" in expected
-    assert relative_error(found, expected) <= TOLERANCE
-
-
-def autocast_errors() -> list[float]:
-    """Run on every rank: return errors under bf16 autocast against one graph under autocast, for several cuts."""
-    world = ab.World.from_environment()
-    batch = {name: value.float() if value.is_floating_point() else value for name, value in pairs().items()}
-    found = []
-    for size in (3, 7, None):
-        case = JointCase(model=lambda: Encoders().float(), encode=both, loss=lambda: clip)
-        with engine_of(case, world=world, micro_batch_size=size, precision="bf16") as engine:
-            gradients = engine.gradients(InMemory(batch))
-        model = Encoders().float()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = clip(model, both(model, batch))
-        found.append(relative_error(gradients, plain_gradients(model, loss)))
-    return found
-
-
-def test_autocast(two_ranks: Ranks) -> None:
-    """With bf16 autocast both passes round alike, and the gradient is the full-batch one up to bf16 rounding."""
-    for found in two_ranks.run(autocast_errors):
-        assert max(found) < 6 * 2.0**-9
 
 
 def sharded_errors(sizes: list[int]) -> list[float]:
@@ -477,86 +402,6 @@ def test_evaluation_looks_at_whole_batches(strategy: str, ranks: Ranks) -> None:
     for size in (3, None):
         for found in ranks.run(evaluated, size, strategy):
             assert found == pytest.approx((29 * losses[0] + 2 * losses[1]) / 31, rel=1e-12)
-
-
-def ddp_without_search() -> float:
-    """Run on every rank: return the error under DDP without a search for unused parameters."""
-    world = ab.World.from_environment()
-    case = JOINT_CASES["clip"]
-    errors = []
-    for size in (3, None):
-        options: dict[str, Any] = {"micro_batch_size": size, "strategy": DDP(find_unused_parameters=False)}
-        with engine_of(case, world=world, **options) as engine:
-            engine.step(InMemory(pairs()))
-            engine.step(InMemory(pairs()))
-            found = dict(engine.model.named_parameters())  # type: ignore[union-attr]
-        model = Encoders()
-        optimizer = sgd(model.parameters())
-        for _ in range(2):
-            plain_gradients(model, clip(model, both(model, pairs())))
-            optimizer.step()
-        errors.append(relative_error(found, dict(model.named_parameters())))
-    return max(errors)
-
-
-def test_ddp_that_does_not_search(two_ranks: Ranks) -> None:
-    """DDP without its search for unused parameters works: every rank's backward reaches the loss's parameters."""
-    assert max(two_ranks.run(ddp_without_search)) <= TOLERANCE
-
-
-def traffic(num_samples: int) -> tuple[list[Call], list[Any]]:
-    """Run on every rank: return the collectives of a step, and an observer's records of them."""
-    log: list[Any] = []
-    observer = SimpleNamespace(observe=log.append)
-    case = JOINT_CASES["clip"]
-    options: dict[str, Any] = {"world": ab.World.from_environment(), "observer": observer, "micro_batch_size": 2}
-    with engine_of(case, **options) as engine:
-        engine.step(InMemory(pairs(num_samples)))
-        log.clear()
-        with recorded() as calls:
-            engine.step(InMemory(pairs(num_samples)))
-    return calls, [record for record in log if isinstance(record, (ReductionRecord, MicroBatchRecord))]
-
-
-@pytest.mark.parametrize("num_samples", [7, 32])
-def test_gradients_travel_once_and_outputs_once(num_samples: int, two_ranks: Ranks) -> None:
-    """A step reduces the gradient once, gathers each rank's outputs once, and reports both."""
-    gradient_bytes = 8 * sum(parameter.numel() for parameter in Encoders().parameters())
-    share = (num_samples + 1) // 2
-    for calls, records in two_ranks.run(traffic, num_samples):
-        names = [call.name for call in calls if call.in_data_group]
-        assert names.count("all_gather") == 1
-        assert names.count("all_reduce") == 1  # one bucket; numbers of the report are in the control messages
-        reductions = [record for record in records if isinstance(record, ReductionRecord) and record.event == "begin"]
-        told = {record.payload: (record.collective, record.num_bytes) for record in reductions}
-        assert told == {"gradients": ("all_reduce", gradient_bytes), "other": ("all_gather", share * 2 * WIDTH * 8)}
-        ends = [record for record in records if isinstance(record, MicroBatchRecord) and record.event == "end"]
-        assert [record.position for record in ends] == list(range(len(ends)))
-        assert sum(record.num_samples for record in ends) in (share, num_samples - share)
-
-
-def test_search_for_a_size() -> None:
-    """The search for a micro-batch size runs both passes with the full-batch loss, and changes nothing."""
-    asked = array("q")  # trials do not restore it
-
-    def loss(model: Encoders, views: Pair) -> torch.Tensor:
-        asked.append(len(views.one))
-        return clip(model, views)
-
-    case = JointCase(model=lambda: Counted(nn.Identity), encode=both, loss=lambda: loss)
-    states, words = [], ""
-    for size in (29, "auto"):
-        torch.manual_seed(0)
-        with engine_of(case, micro_batch_size=size) as engine:
-            engine._parts.sizes.may_run_out = True  # noqa: SLF001 (as on an accelerator)
-            engine.step(InMemory(pairs()))
-            states.append(list(engine._parts.modules.state_dict().values()))  # noqa: SLF001
-            words = engine.decisions.get("micro_batch_size", "")
-
-    assert words == "29, by a doubling search on cpu"
-    assert len(asked) > 2
-    assert set(asked) == {29}
-    assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
 
 
 WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]] = {
@@ -612,44 +457,3 @@ def test_ranks_that_encode_differently_are_refused(two_ranks: Ranks) -> None:
         assert (
             "('samples', 1) of torch.float64 and ('samples', 2) of torch.float64 on one rank and on another" in message
         )
-
-
-def test_two_passes_need_keyed_numbers() -> None:
-    """rng=None is refused before anything changes, even without visible dropout."""
-    with pytest.raises(CompositionError, match="have to draw the same random numbers"):
-        engine_of(JOINT_CASES["clip"], rng=None)
-
-
-class Scaled(Clip):
-    """The same loss with a temperature that can be sharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logit_scale = nn.Parameter(torch.tensor([1.5], dtype=torch.float64))
-
-
-def errors_of_sharded_losses() -> list[float]:
-    """Run on every rank: return the errors under FSDP2 of losses that use parameters of the model or their own."""
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    world, errors = ab.World.from_environment(), []
-    modules = JOINT_CASES["clip, a module"]
-    for case in (JOINT_CASES["clip"], modules, dataclasses.replace(modules, loss=Scaled)):
-        for strategy, size in (
-            (FSDP(reduction="last_micro_batch"), 3),
-            (FSDP(reduction="every_micro_batch"), None),
-            (FSDP(reduction="every_micro_batch"), 3),
-        ):
-            with engine_of(case, world=world, micro_batch_size=size, strategy=strategy, check_loss=False) as engine:
-                found = engine.gradients(InMemory(pairs()))
-                whole = {name: None if one is None else gather(one) for name, one in found.items()}
-                units = engine.step(InMemory(pairs())).plan.units
-            model, function = case.model(), case.loss()
-            loss = plain_loss(case, model, function, pairs(), units)
-            errors.append(relative_error(whole, plain_gradients(all_modules(model, function), loss)))
-    return errors
-
-
-def test_parameters_of_a_sharded_loss(two_ranks: Ranks) -> None:
-    """Under FSDP2, a temperature in the loss has the full-batch gradient."""
-    for errors in two_ranks.run(errors_of_sharded_losses):
-        assert max(errors) <= TOLERANCE

@@ -9,7 +9,6 @@ import anybatch as ab
 from anybatch.errors import UpdateFailedError
 from tests.engine.cases import InMemory
 from tests.engine.unfinished_steps import (
-    OPTIONS,
     WAYS,
     FaultError,
     Outcome,
@@ -26,8 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:the forward updates state")
 IN_ONE_PROCESS = ("single", "data_parallel")
 AFTER_AGREEMENT = ("refused batch", "parameter hook", "out of memory while clipping")
 """Plans that every rank refuses alike, and hooks that run after ranks have agreed on the update."""
-OVERFLOWS = ("NaN loss", "NaN gradient")
-"""Faults that fp16 skips instead of raising."""
 SHARED = ("all_reduce", "ddp", "zero1", "fsdp", "data_parallel")
 
 
@@ -107,51 +104,6 @@ def test_one_of_two_ranks_fails(strategy: str, way: str, two_ranks: Ranks) -> No
     outcomes = two_ranks.run(leave, strategy, way, "plain", "last rank")
 
     assert is_restored(outcomes), outcomes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "way"),
-    [
-        *spread([name for name in OPTIONS if name not in ("plain", "fp16")], WAYS, 5),
-        ("pooled buffer", "loss"),
-        ("numbers by sample", "backward"),
-        *(("fp16", way) for way in ("loss", "refused batch", *OVERFLOWS, "out of memory while clipping")),
-    ],
-)
-def test_options(options: str, way: str) -> None:
-    """The same holds for norm policies, rng settings, pooled buffers, joint losses and precisions."""
-    outcome = leave("single", way, options)
-
-    if options == "fp16" and way in OVERFLOWS:
-        assert outcome.error is None
-        assert {name.partition(".")[0] for name in outcome.changed} == {"steps", "scaler"}
-    else:
-        assert is_restored([outcome]), outcome
-
-
-@pytest.mark.filterwarnings("ignore:the loss of step 1 is not finite")
-def test_a_watch_skips_a_step() -> None:
-    """A step skipped by a spike watch is counted, but changes no parameters, buffers or optimizer state."""
-    trial = Trial("single", {"spikes": "roll_back"}, ab.World())
-    trial.engine.step(InMemory(samples(0)))
-    before = trial.state()
-    report = trial.fail("NaN loss")
-
-    assert isinstance(report, ab.StepReport)
-    assert report.skipped
-    assert differing(before, trial.state()) == ["steps"]
-
-
-@pytest.mark.parametrize("options", ["plain", "pooled buffer"])
-def test_gradients_change_nothing(options: str) -> None:
-    """`Engine.gradients` leaves buffers unchanged, too."""
-    trial = Trial("single", OPTIONS[options], ab.World())
-    trial.engine.step(InMemory(samples(0)))
-    before = trial.state()
-    trial.engine.gradients(InMemory(samples(1)))
-
-    assert differing(before, trial.state()) == []
 
 
 @sees(
