@@ -21,12 +21,13 @@ def watched(function: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
 
 
 class Ranks:
-    """A rank pool that records whether a failed test ruined it."""
+    """A rank pool that records whether a failed test ruined it; with `keep_groups`, functions may leave groups."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, keep_groups: bool = False) -> None:
         self.world_size = world_size
         self.ruined = False
         self.leaks: list[str] = []
+        self._keep_groups = keep_groups
         self._pool = RankPool(world_size, timeout_seconds=POOL_TIMEOUT_SECONDS)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -41,6 +42,8 @@ class Ranks:
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[RankOutcome]:
         """Run `function(*args)` on every rank and return the outcomes."""
+        if self._keep_groups:
+            return self._pool.outcomes(function, *args)
         outcomes = self._pool.outcomes(watched, function, *args)
         self.leaks += [f"rank {rank}: {leak}" for rank, o in enumerate(outcomes) if not o.error for leak in o.value[1]]
         return [outcome if outcome.error else RankOutcome(value=outcome.value[0]) for outcome in outcomes]

@@ -198,7 +198,7 @@ def test_a_rank_with_nothing_to_run_along_is_refused(two_ranks: Ranks) -> None:
 @pytest.fixture(scope="module")
 def four_ranks() -> Iterator[Ranks]:
     """Four ranks: two replicas of two shards."""
-    ranks = Ranks(4)
+    ranks = Ranks(4, keep_groups=True)
     yield ranks
     ranks.close()
 
