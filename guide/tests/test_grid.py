@@ -7,7 +7,7 @@ import pytest
 
 from anybatch_guide import grid
 from anybatch_guide.exercises.exercise import EXERCISES, described
-from anybatch_guide.experiments import exercises_eight
+from anybatch_guide.experiments import exercises
 from anybatch_guide.playground import as_command, as_python, parse_setting
 from anybatch_guide.programs import templates
 from anybatch_guide.recording import differences, plain, read_recording
@@ -73,6 +73,6 @@ def test_bugs_are_where_the_answers_say() -> None:
 def test_eight_comes_out_again() -> None:
     """Eight in one pass and eight times one have the recorded memory, to the byte."""
     recorded = read_recording(RECORDINGS / "exercises_eight.json").data
-    experiment = exercises_eight.EXPERIMENT
+    experiment = exercises.EIGHT
 
     assert differences(recorded, plain(experiment.run(lambda _: None)), noisy=experiment.noisy) == []

@@ -110,7 +110,7 @@ def test_a_dead_rank_is_reported(started: Callable[[], list[BaseProcess]]) -> No
         if len(lines) == 20:
             os.kill(started()[0].pid or 0, signal.SIGKILL)
 
-    with pytest.raises(RankError, match="ended in the middle"):
+    with pytest.raises(RankError):
         run(TWO, emit)
     assert started() == []
 

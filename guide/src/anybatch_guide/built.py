@@ -27,15 +27,10 @@ _ASSET: Final = re.compile(r"(?:parts/)?[a-z][a-z0-9_-]{0,63}(?:\.[a-z0-9]+)+")
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """A file of the page.
+    """A file of the page."""
 
-    Attributes:
-        content: the bytes of the file.
-        media_type: value of the Content-Type header.
-    """
-
-    content: bytes
-    media_type: str
+    content: bytes  # the bytes of the file
+    media_type: str  # value of the Content-Type header
 
     @property
     def is_text(self) -> bool:
@@ -47,9 +42,6 @@ def read_page(folder: Path) -> dict[str, Asset]:
     """Return the files of the page by path: index.html, scripts, styles, pictures, parts/NAME.js, rec/NAME.json.
 
     Links and files with other kinds of names are ignored.
-
-    Raises:
-        UserError: the page is missing or too large.
     """
     if not (folder / "index.html").is_file():
         message = f"{folder} has no built page (index.html). Build it with `make web`, or install a release."
@@ -77,11 +69,7 @@ def recordings(page: Mapping[str, Asset]) -> dict[str, str]:
 
 
 def with_transport(html: str, word: Literal["live", "static"]) -> str:
-    """Return the page with its mode set: "live" with a server, "static" without.
-
-    Raises:
-        UserError: the page does not have exactly one such meta element.
-    """
+    """Return the page with its mode set: "live" with a server, "static" without."""
     changed, num_places = _TRANSPORT.subn(rf"\g<1>{word}\g<2>", html)
     if num_places != 1:
         message = (

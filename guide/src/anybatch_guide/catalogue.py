@@ -1,4 +1,4 @@
-"""All experiments by name: one for each file in `experiments`, and one for each claim."""
+"""All experiments by name: those of the files in `experiments`, and one for each claim."""
 
 import importlib
 import pkgutil
@@ -19,7 +19,8 @@ def experiments() -> dict[str, Experiment]:
     modules = [
         importlib.import_module(f"{folder.__name__}.{module.name}") for module in pkgutil.iter_modules(folder.__path__)
     ]
-    all_experiments = [*(module.EXPERIMENT for module in modules), *map(experiment_of, CLAIMS.values())]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, Experiment)]
+    all_experiments = [*found, *map(experiment_of, CLAIMS.values())]
     return {
         experiment.name: experiment for experiment in sorted(all_experiments, key=lambda experiment: experiment.name)
     }

@@ -20,18 +20,11 @@ _LOOK_SECONDS: Final = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """The address to listen on.
+    """The address to listen on."""
 
-    Attributes:
-        host: address to listen on.
-        port: port to listen on; 0 for any free port.
-        names: accepted host names, in addition to loopback names.
-        limits: limits of connections.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    names: frozenset[str] = frozenset()
+    host: str = "127.0.0.1"  # address to listen on
+    port: int = 0  # port to listen on; 0 for any free port
+    names: frozenset[str] = frozenset()  # accepted host names, in addition to loopback names
     limits: Limits = Limits()  # noqa: RUF009 (frozen)
 
 
@@ -41,17 +34,7 @@ async def serve_app(
     close_streams: Callable[[], None],
     on_listening: Callable[[str, str], None],
 ) -> None:
-    """Serve an application until the process receives SIGINT or SIGTERM.
-
-    Args:
-        app_for: creates the application from the admission rules.
-        door: address to listen on.
-        close_streams: ends open-ended responses.
-        on_listening: called once when listening, with the address to show, and a single-use address for one browser.
-
-    Raises:
-        UserError: the server cannot listen on the address.
-    """
+    """Serve an application until the process receives SIGINT or SIGTERM."""
     sockets = _listen(door)
     # Read from the socket, because port 0 means any free port.
     port = sockets[0].getsockname()[1]

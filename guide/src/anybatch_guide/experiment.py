@@ -19,48 +19,32 @@ Emit = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """A repeatable measurement.
+    """A repeatable measurement."""
 
-    Attributes:
-        name: its name in recordings, links and on the command line: lower case, with underscores.
-        question: the question it answers, in one line.
-        run: function (emit) -> data. It sets its own seeds, changes no state of the process, and calls `emit` often
-            enough to be cancelled: `emit` raises to end it.
-        seconds: approximate duration on two cores.
-        runs_here: whether the page may run it. Experiments that take minutes, or ranks, are only recorded.
-        tolerance: the largest relative difference of a number between two recordings with the same versions; 0 for
-            the same bits. Names in `noisy` are not compared.
-        noisy: names of numbers, anywhere in the data, that depend on the machine, such as seconds.
-        packages: measured packages other than torch, whose versions are recorded; the guide does not need them.
-    """
-
-    name: str
-    question: str
+    name: str  # its name in recordings, links and on the command line: lower case, with underscores
+    question: str  # the question it answers, in one line
+    # function (emit) -> data. It sets its own seeds, changes no state of the process, and calls `emit` often enough to
+    # be cancelled: `emit` raises to end it
     run: Callable[[Emit], Data]
-    seconds: float
-    runs_here: bool = True
+    seconds: float  # approximate duration on two cores
+    runs_here: bool = True  # whether the page may run it. Experiments that take minutes, or ranks, are only recorded
+    # the largest relative difference of a number between two recordings with the same versions; 0 for the same bits.
+    # Names in `noisy` are not compared
     tolerance: float = 0.0
-    noisy: tuple[str, ...] = ()
+    noisy: tuple[str, ...] = ()  # names of numbers, anywhere in the data, that depend on the machine, such as seconds
+    # measured packages other than torch, whose versions are recorded; the guide does not need them
     packages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where and when data was computed.
+    """Where and when data was computed."""
 
-    Attributes:
-        date: the day, as 2026-11-22.
-        device: type and name of the device, with the number of threads on a CPU.
-        versions: software name to version.
-        commit: the commit of the project; None outside a clone.
-        command: the command that reproduces it.
-    """
-
-    date: str
-    device: str
-    versions: Mapping[str, str]
-    commit: str | None
-    command: str
+    date: str  # the day, as 2026-11-22
+    device: str  # type and name of the device, with the number of threads on a CPU
+    versions: Mapping[str, str]  # software name to version
+    commit: str | None  # the commit of the project; None outside a clone
+    command: str  # the command that reproduces it
 
 
 def made_here(

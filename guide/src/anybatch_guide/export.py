@@ -31,11 +31,7 @@ _TAG_IN_SCRIPT: Final = re.compile(r"<(?=/?script)", re.IGNORECASE)
 
 
 def export_folder(page: Path, folder: Path) -> Path:
-    """Write the guide as files into a new or empty folder, and return the folder.
-
-    Raises:
-        UserError: the page is missing, or the folder is not empty.
-    """
+    """Write the guide as files into a new or empty folder, and return the folder."""
     files = read_page(page)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         message = f"{folder} exists and is not an empty folder. Choose a new one, or empty it."
@@ -51,20 +47,12 @@ def export_folder(page: Path, folder: Path) -> Path:
 
 
 def export_file(page: Path, file: Path) -> Path:
-    """Write the guide as one file, replacing an older one, and return the file.
-
-    Raises:
-        UserError: the page is missing, or cannot be one file.
-    """
+    """Write the guide as one file, replacing an older one, and return the file."""
     return write_page(single_file(read_page(page)), file)
 
 
 def write_page(html: str, file: Path) -> Path:
-    """Write a page into a file, replacing an older one, and return the file.
-
-    Raises:
-        UserError: the file cannot be written there.
-    """
+    """Write a page into a file, replacing an older one, and return the file."""
     if file.is_dir() or not file.parent.is_dir():
         message = f"{file} is a folder, or its folder does not exist. Give a file name, such as guide.html."
         raise UserError(message)
@@ -73,11 +61,7 @@ def write_page(html: str, file: Path) -> Path:
 
 
 def single_file(page: Mapping[str, Asset]) -> str:
-    """Return the page as one HTML text, with inline scripts, styles, fonts, pictures and recordings.
-
-    Raises:
-        UserError: the page refers to a missing file, or a script refers to another script.
-    """
+    """Return the page as one HTML text, with inline scripts, styles, fonts, pictures and recordings."""
     html = with_transport(page["index.html"].content.decode(), "static")
     scripts: list[str] = []
     styles: list[str] = []
@@ -110,11 +94,7 @@ def single_file(page: Mapping[str, Asset]) -> str:
 
 
 def with_policy(html: str, policy: str) -> str:
-    """Return the page with a content security policy before everything it applies to.
-
-    Raises:
-        UserError: the head of the page does not start with its character set.
-    """
+    """Return the page with a content security policy before everything it applies to."""
     changed, num_places = re.subn(
         r'<meta charset="utf-8"\s*/?>',
         lambda match: f'{match.group()}\n<meta http-equiv="Content-Security-Policy" content="{policy}">',

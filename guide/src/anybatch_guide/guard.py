@@ -48,18 +48,14 @@ _MAX_QUERY_BYTES: Final = 256
 
 @dataclass(slots=True, kw_only=True)
 class Admission:
-    """The conditions under which a request is admitted.
+    """The conditions under which a request is admitted."""
 
-    Attributes:
-        port: port of the server; it is part of the cookie's name, because cookies do not depend on ports.
-        hosts: accepted host names. Any port is accepted: tunnels change it, and rebinding needs a name.
-        secret: the secret in the printed address, and later in the cookie.
-        once: a single-use secret for one browser, because other users can see the arguments of a program.
-    """
-
-    port: int
+    port: int  # port of the server; it is part of the cookie's name, because cookies do not depend on ports
+    # accepted host names. Any port is accepted: tunnels change it, and rebinding needs a name
     hosts: frozenset[str] = LOOPBACK_NAMES
+    # the secret in the printed address, and later in the cookie
     secret: str = field(default_factory=secrets.token_urlsafe, repr=False)
+    # a single-use secret for one browser, because other users can see the arguments of a program
     once: str | None = field(default=None, repr=False)
 
     @property
@@ -102,13 +98,7 @@ class Answer:
 
 
 class Guard:
-    """The outermost application: refuses invalid requests, and forwards the others.
-
-    Args:
-        app: the guarded application.
-        admission: conditions for a request.
-        limits: maximum size and time of a body.
-    """
+    """The outermost application: refuses invalid requests, and forwards the others."""
 
     def __init__(self, app: App, admission: Admission, limits: Limits) -> None:
         self._app = app

@@ -18,10 +18,6 @@ class RecordLines:
     """An observer that emits each record immediately as one event, so that the receiver can pause or cancel the run.
 
     Phases and process memory are skipped, because the page does not show them.
-
-    Args:
-        emit: receives the events.
-        clock: monotonic time in seconds.
     """
 
     def __init__(self, emit: Emit, clock: Callable[[], float] = time.monotonic) -> None:

@@ -28,13 +28,6 @@ class LoopWatch:
 
     Hooks on the model and the optimizer see the start of forwards and updates, and the criterion sees every loss. The
     gradient norm is the norm at the optimizer step, after clipping if the loop clips.
-
-    Args:
-        setting: setting of the run.
-        model: the network that the loop trains.
-        optimizer: its optimizer.
-        metrics: receives the records.
-        view: shows each micro-batch in single-step mode.
     """
 
     def __init__(

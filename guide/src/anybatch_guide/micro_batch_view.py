@@ -36,11 +36,6 @@ class MicroBatchView:
     It shows evenly spaced components of the gradient of the last layer's weight: the gradient of one backward, read
     where autograd accumulates it, and the sum including earlier ones. The sum is local to this rank, even if the last
     backward has started to send it. Without a viewer, the observer does nothing and creates no tensor.
-
-    Args:
-        model: the trained network.
-        task: determines the kind of inputs.
-        observer: receives the details.
     """
 
     def __init__(self, model: nn.Module, task: PlaygroundTask, observer: ViewObserver) -> None:

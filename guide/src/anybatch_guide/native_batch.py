@@ -20,13 +20,7 @@ from anybatch_guide.training import FINAL_FACTOR, MAX_NORM, Parts, batches_of, e
 
 
 def first_gradient_difference(setting: PlaygroundSetting, task: PlaygroundTask, change: Tensor | None) -> float | None:
-    """Return |g - g_native| / |g_native| for the first gradients; None if one is missing or not finite.
-
-    Args:
-        setting: setting of the run.
-        task: its data, network and loss.
-        change: change of the parameters in the first step of the run, from `first_step`.
-    """
+    """Return |g - g_native| / |g_native| for the first gradients; None if one is missing or not finite."""
     if change is None:
         return None
     parts = _first_parts(setting, task)

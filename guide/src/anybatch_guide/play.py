@@ -23,11 +23,7 @@ def main(arguments: Sequence[str], write: Callable[[str], object] = sys.stdout.w
 
 
 def read(arguments: Sequence[str]) -> PlaygroundSetting:
-    """Return the default setting, changed by `name=value` arguments.
-
-    Raises:
-        SettingError: an unknown name or an invalid value.
-    """
+    """Return the default setting, changed by `name=value` arguments."""
     given = {**asdict(PlaygroundSetting())}
     for argument in arguments:
         name, sign, text = argument.partition("=")

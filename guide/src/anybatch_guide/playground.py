@@ -45,16 +45,6 @@ def run(
     the first step, `guide.first_gradient` has the difference of their first gradients: rounding may grow to any
     difference of parameters, but different first gradients mean different training. A loss that is not finite, or a
     memory limit that is too low for any micro-batch, ends the run as failed.
-
-    Args:
-        setting: setting of the run.
-        emit: receives the events: records of the engine, and events of the guide (`guide.match`, `guide.memory`,
-            `guide.first_gradient`, `guide.surface`, `guide.micro_batch`).
-        clock: monotonic time in seconds.
-        is_stepped: function () -> whether to show each micro-batch now, with a `guide.micro_batch`.
-
-    Returns:
-        The metrics of the run by step, and the peak memory of one step by category.
     """
     task = load(setting.task, norm=setting.norm)
     with isolated(), closing(reference_run(setting, task)) as reference:

@@ -42,9 +42,6 @@ class RankProcesses:
 
     Every message of a rank waits for a reply, so that pausing or cancelling a run here also pauses or
     ends it on the ranks.
-
-    Args:
-        setting: setting of the run.
     """
 
     def __init__(self, setting: PlaygroundSetting) -> None:
@@ -67,15 +64,7 @@ class RankProcesses:
         return moved
 
     def run(self, metrics: RunMetrics, model: nn.Module) -> None:
-        """Follow the run to its end.
-
-        Args:
-            metrics: receives all messages: every record, and memory and steps of the first rank.
-            model: gets the parameters of the first rank after each step.
-
-        Raises:
-            RankError: a rank failed unexpectedly.
-        """
+        """Follow the run to its end."""
         open_pipes = list(self._pipes)
         looked_at: Connection | None = None
         while open_pipes:

@@ -25,19 +25,12 @@ _NOT_FINITE: Final = ("NaN", "Infinity", "-Infinity")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """Data with its provenance.
+    """Data with its provenance."""
 
-    Attributes:
-        name: name of the experiment.
-        question: the question it answers.
-        made: where and when it was computed.
-        data: the result, as decoded from JSON.
-    """
-
-    name: str
-    question: str
-    made: Provenance
-    data: Data
+    name: str  # name of the experiment
+    question: str  # the question it answers
+    made: Provenance  # where and when it was computed
+    data: Data  # the result, as decoded from JSON
 
     def as_json(self) -> dict[str, Any]:
         """Return the recording as a JSON object."""
@@ -45,11 +38,7 @@ class Recording:
 
 
 def known(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the given names of experiments, or all names if none are given.
-
-    Raises:
-        UserError: one of them is unknown.
-    """
+    """Return the given names of experiments, or all names if none are given."""
     unknown = [name for name in names if name not in all_names()]
     if unknown:
         message = f"unknown experiment {unknown[0]!r}; choose from {', '.join(all_names())}."
@@ -58,20 +47,12 @@ def known(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def record(name: str, folder: Path) -> Path:
-    """Run an experiment on one thread, write its result, and return the file.
-
-    Raises:
-        UserError: the experiment does not exist.
-    """
+    """Run an experiment on one thread, write its result, and return the file."""
     return write_recording(recorded(experiments()[known([name])[0]]), folder)
 
 
 def record_apart(name: str, folder: Path) -> Path:
-    """Record in a new process, so that earlier recordings have no effect.
-
-    Raises:
-        UserError: it failed; the process has printed the reason.
-    """
+    """Record in a new process, so that earlier recordings have no effect."""
     command = [sys.executable, "-m", "anybatch", "guide", "record", name, "--to", str(folder)]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)  # noqa: S603 (our own program)
     if done.returncode:
@@ -106,11 +87,7 @@ def write_recording(recording: Recording, folder: Path) -> Path:
 
 
 def read_recording(file: Path) -> Recording:
-    """Read a recording.
-
-    Raises:
-        UserError: the file is not a recording, or has the wrong name.
-    """
+    """Read a recording."""
     if not NAME.fullmatch(file.stem) or file.suffix != ".json":
         message = f"{file.name!r} is not a recording's name: use lower-case letters, digits, underscores, and .json."
         raise UserError(message)
@@ -145,14 +122,7 @@ def plain(value: object) -> Any:  # noqa: ANN401 (JSON is)
 
 
 def differences(one: Data, other: Data, *, tolerance: float = 0.0, noisy: tuple[str, ...] = ()) -> list[str]:
-    """Return the differences of two recordings' data as texts; empty if they are equal within the tolerance.
-
-    Args:
-        one: data of a recording.
-        other: data of another one.
-        tolerance: largest relative difference of two numbers.
-        noisy: names that are not compared, but have to exist in both.
-    """
+    """Return the differences of two recordings' data as texts; empty if they are equal within the tolerance."""
     return list(_differences("data", one, other, tolerance, noisy))
 
 

@@ -30,19 +30,6 @@ class RunMetrics:
 
     These are the memory of one step, the difference from the reference run after each step, and at intervals the
     predicted probabilities over the plane of the spirals.
-
-    Args:
-        setting: setting of the run.
-        task: its data, network and loss.
-        model: the trained network.
-        reference: the run without accumulation; it makes one step after each step of this run.
-        lines: streams records and metrics to the page.
-        clock: monotonic time in seconds, for the throughput.
-        is_stepped: function () -> whether to show each micro-batch now.
-
-    Attributes:
-        measured_step: number of the step whose memory is recorded.
-        first_difference: relative difference of the first gradients; set it before the first step.
     """
 
     def __init__(

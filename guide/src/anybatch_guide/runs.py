@@ -24,25 +24,14 @@ State = Literal["warming", "idle", "running", "restarting"]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failure, as shown on the page.
+    """A failure, as shown on the page."""
 
-    Attributes:
-        code: a short, stable word.
-        message: a sentence for the user.
-    """
-
-    code: str
-    message: str
+    code: str  # a short, stable word
+    message: str  # a sentence for the user
 
 
 class RefusedError(UserError):
-    """A run that is refused, or a command for an unknown run.
-
-    Attributes:
-        status: HTTP status.
-        failure: reason, shown on the page.
-        run: the id of the current run; None if nothing runs.
-    """
+    """A run that is refused, or a command for an unknown run."""
 
     def __init__(self, status: HTTPStatus, failure: Failure, run: str | None = None) -> None:
         super().__init__(failure.message)
@@ -53,39 +42,21 @@ class RefusedError(UserError):
 
 @dataclass(slots=True, kw_only=True)
 class LiveRun:
-    """The current run.
+    """The current run."""
 
-    Attributes:
-        id: random id.
-        request: the request: kind, and name or setting.
-        is_paused: whether it is paused.
-        accepted: resolves to None when the worker accepts it, or to a failure.
-        over: set at its end.
-        ending: the reason for ending it: a failure, "cancel" if a page cancelled it, or None.
-        active_seconds: running time.
-        idle_seconds: length of the current pause.
-    """
-
-    id: str
-    request: Mapping[str, Any]
-    is_paused: bool
-    accepted: "asyncio.Future[Failure | None]"
-    over: asyncio.Event = field(default_factory=asyncio.Event)
+    id: str  # random id
+    request: Mapping[str, Any]  # the request: kind, and name or setting
+    is_paused: bool  # whether it is paused
+    accepted: "asyncio.Future[Failure | None]"  # resolves to None when the worker accepts it, or to a failure
+    over: asyncio.Event = field(default_factory=asyncio.Event)  # set at its end
+    # the reason for ending it: a failure, "cancel" if a page cancelled it, or None
     ending: Failure | Literal["cancel"] | None = None
-    active_seconds: float = 0.0
-    idle_seconds: float = 0.0
+    active_seconds: float = 0.0  # running time
+    idle_seconds: float = 0.0  # length of the current pause
 
 
 class Runs:
-    """The worker and its current run.
-
-    Args:
-        stream: receives lines and events.
-        limits: limits of a run.
-        clock: monotonic time in seconds.
-        command: command line of the worker.
-        keep: whether a run continues without a watching page.
-    """
+    """The worker and its current run."""
 
     def __init__(
         self,
@@ -130,11 +101,7 @@ class Runs:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def begin(self, request: Mapping[str, Any], *, paused: bool = False) -> str:
-        """Start a run and return its id, once the worker has accepted it.
-
-        Raises:
-            RefusedError: another run is in progress, or the worker refuses this one.
-        """
+        """Start a run and return its id, once the worker has accepted it."""
         run = self._claimed(request, paused=paused)  # no await before this: two requests cannot both find it free
         try:
             async with asyncio.timeout(self._limits.answer_seconds):
@@ -151,11 +118,7 @@ class Runs:
         raise RefusedError(status.get(failure.code, HTTPStatus.UNPROCESSABLE_ENTITY), failure)
 
     def steer(self, run_id: str, do: Literal["pause", "resume", "micro"]) -> None:
-        """Pause a run, resume it, or run one micro-batch and pause.
-
-        Raises:
-            RefusedError: it is not the current run.
-        """
+        """Pause a run, resume it, or run one micro-batch and pause."""
         run = self._current(run_id)
         # After a single micro-batch, the run is paused again.
         run.is_paused = do != "resume"
@@ -166,11 +129,7 @@ class Runs:
         self._publish_status()
 
     def cancel(self, run_id: str) -> None:
-        """Cancel a run, and make sure that it ends.
-
-        Raises:
-            RefusedError: it is not the current run.
-        """
+        """Cancel a run, and make sure that it ends."""
         self._end_soon(self._current(run_id), "cancel")
 
     def _claimed(self, request: Mapping[str, Any], *, paused: bool) -> LiveRun:

@@ -39,25 +39,15 @@ _MAX_WORD: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """The served page, the address, and the limits.
+    """The served page, the address, and the limits."""
 
-    Attributes:
-        page: folder of the built page.
-        host: address to listen on.
-        port: port to listen on; 0 for any free port.
-        names: accepted host names, in addition to loopback names.
-        keep: whether a run continues without a watching page.
-        limits: limits of requests, streams and runs.
-        worker: command that starts the worker process.
-    """
-
-    page: Path = DIST
-    host: str = "127.0.0.1"
-    port: int = 0
-    names: frozenset[str] = frozenset()
-    keep: bool = False
+    page: Path = DIST  # folder of the built page
+    host: str = "127.0.0.1"  # address to listen on
+    port: int = 0  # port to listen on; 0 for any free port
+    names: frozenset[str] = frozenset()  # accepted host names, in addition to loopback names
+    keep: bool = False  # whether a run continues without a watching page
     limits: Limits = Limits()  # noqa: RUF009 (frozen)
-    worker: Sequence[str] = COMMAND
+    worker: Sequence[str] = COMMAND  # command that starts the worker process
 
 
 def make_app(page: Mapping[str, Asset], runs: Runs, stream: Stream, admission: Admission, limits: Limits) -> App:
@@ -152,11 +142,7 @@ def _cancel(runs: Runs) -> Handler:
 
 
 def asked_run(body: bytes) -> dict[str, Any]:
-    """Return the request of a POST: kind, name or setting, and optionally paused. The worker validates the details.
-
-    Raises:
-        RefusedError: the request has another form.
-    """
+    """Return the request of a POST: kind, name or setting, and optionally paused. The worker validates the details."""
     asked = _object(body)
     fault = _fault(asked)
     if fault is not None:
@@ -229,15 +215,7 @@ async def tell_http_error(_request: Request, error: HTTPException) -> Response:
 
 
 async def serve(serving: Serving, on_listening: Callable[[str, str], None]) -> None:
-    """Serve the guide until the process receives SIGINT or SIGTERM.
-
-    Args:
-        serving: page, address and limits.
-        on_listening: called once when listening, with the address to show, and a single-use address for one browser.
-
-    Raises:
-        UserError: the page is missing, or the server cannot listen on the address.
-    """
+    """Serve the guide until the process receives SIGINT or SIGTERM."""
     page = read_page(serving.page)
     stream = Stream(serving.limits, time.monotonic)
     runs = Runs(stream, serving.limits, time.monotonic, command=serving.worker, keep=serving.keep)

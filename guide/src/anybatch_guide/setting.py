@@ -46,40 +46,22 @@ class SettingError(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaygroundSetting:
-    """The settings of one run of the playground.
+    """The settings of one run of the playground."""
 
-    Attributes:
-        task: name of the data and network.
-        norm: normalization layers of the `shapes` network; "none" for other tasks.
-        micro_batch_size: samples of one forward and backward.
-        accumulation_steps: micro-batches of one optimizer step on each rank.
-        optimizer: "sgd" without momentum, or "adamw", whose steps hide a gradient that is too large by a factor.
-        learning_rate: learning rate of the first step; it decays linearly to a tenth.
-        steps: optimizer steps.
-        seed: seed of the initial parameters and the order of samples.
-        precision: number format of forward and backward.
-        mistake: the wrong loop to run instead of the engine; empty for the engine.
-        ranks: processes that share each effective batch, connected by gloo.
-        norm_policy: the engine's BatchNorm policy; "keep" without BatchNorm.
-        memory_limit_kib: memory limit for the tensors of a rank, in KiB; 0: no limit.
-
-    Raises:
-        SettingError: a value has the wrong type or is out of range, or the combination exceeds a limit.
-    """
-
-    task: TaskName = "digits"
-    norm: Norm = "none"
-    micro_batch_size: int = 16
-    accumulation_steps: int = 4
+    task: TaskName = "digits"  # name of the data and network
+    norm: Norm = "none"  # normalization layers of the `shapes` network; "none" for other tasks
+    micro_batch_size: int = 16  # samples of one forward and backward
+    accumulation_steps: int = 4  # micro-batches of one optimizer step on each rank
+    # "sgd" without momentum, or "adamw", whose steps hide a gradient that is too large by a factor
     optimizer: OptimizerName = "sgd"
-    learning_rate: float = 0.1
-    steps: int = 40
-    seed: int = 0
-    precision: Precision = "fp32"
-    mistake: MistakeName = ""
-    ranks: int = 1
-    norm_policy: NormPolicy = "keep"
-    memory_limit_kib: int = 0
+    learning_rate: float = 0.1  # learning rate of the first step; it decays linearly to a tenth
+    steps: int = 40  # optimizer steps
+    seed: int = 0  # seed of the initial parameters and the order of samples
+    precision: Precision = "fp32"  # number format of forward and backward
+    mistake: MistakeName = ""  # the wrong loop to run instead of the engine; empty for the engine
+    ranks: int = 1  # processes that share each effective batch, connected by gloo
+    norm_policy: NormPolicy = "keep"  # the engine's BatchNorm policy; "keep" without BatchNorm
+    memory_limit_kib: int = 0  # memory limit for the tensors of a rank, in KiB; 0: no limit
 
     def __post_init__(self) -> None:
         """Check every value, then their combination."""
@@ -138,11 +120,7 @@ class PlaygroundSetting:
 
 
 def parse_setting(value: object) -> PlaygroundSetting:
-    """Return the setting for a JSON object, which must have exactly the fields of a setting.
-
-    Raises:
-        SettingError: the object is not a valid setting.
-    """
+    """Return the setting for a JSON object, which must have exactly the fields of a setting."""
     if not isinstance(value, dict):
         message = f"a setting must be a JSON object, not {type(value).__name__}."
         raise SettingError(message, code="not_an_object")

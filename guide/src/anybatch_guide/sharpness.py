@@ -27,17 +27,11 @@ Vector = list[Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharpness:
-    """An approximation of the largest eigenvalue of a Hessian. Prints as one line.
+    """An approximation of the largest eigenvalue of a Hessian. Prints as one line."""
 
-    Attributes:
-        eigenvalue: the largest one, with its sign; never above the true one.
-        residual: distance within which an eigenvalue of the Hessian lies.
-        num_products: number of Hessian-vector products.
-    """
-
-    eigenvalue: float
-    residual: float
-    num_products: int
+    eigenvalue: float  # the largest one, with its sign; never above the true one
+    residual: float  # distance within which an eigenvalue of the Hessian lies
+    num_products: int  # number of Hessian-vector products
 
     def __str__(self) -> str:
         """Return the eigenvalue with its residual."""
@@ -68,19 +62,6 @@ def measure_sharpness(
 
     Limits: a model with BatchNorm in train mode has another loss for each cut. Eigenvalues depend on how the model is
     parametrised (Dinh et al. 2017, arXiv 1703.04933), so they compare runs of one architecture, not architectures.
-
-    Args:
-        spec: the training task; its optimizer is not used.
-        batch: a batch, as for `Engine.step`.
-        hardware: how the batch is cut and dealt; None to use the environment. The strategy must be "auto", "single" or
-            "all_reduce".
-        most_products: maximum number of products.
-        tolerance: residual, relative to the eigenvalue, at which the iteration stops earlier.
-        seed: seed of the first vector.
-
-    Raises:
-        LossError: a loss across samples, whose two passes cannot be differentiated twice.
-        CompositionError: a strategy that shards parameters or wraps the model.
     """
     checked_int("most_products", most_products)
     loss = declared(spec.loss)

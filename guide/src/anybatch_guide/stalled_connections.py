@@ -40,17 +40,11 @@ class Connection(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """The progress of a connection: it stalls while this does not change.
+    """The progress of a connection: it stalls while this does not change."""
 
-    Attributes:
-        exchange: the latest request; None before the first.
-        is_idle: whether the connection waits for a complete request.
-        unread_bytes: bytes of the response that the client has not received.
-    """
-
-    exchange: Exchange | None
-    is_idle: bool
-    unread_bytes: int
+    exchange: Exchange | None  # the latest request; None before the first
+    is_idle: bool  # whether the connection waits for a complete request
+    unread_bytes: int  # bytes of the response that the client has not received
 
 
 class StalledConnections:
@@ -58,10 +52,6 @@ class StalledConnections:
 
     A connection stalls while it waits for the headers of a request, or while its response is not read. A request that
     the server is still processing does not stall. uvicorn limits neither, so silent clients could use all connections.
-
-    Args:
-        limits: how long a connection may stall, and how many may wait for a request.
-        clock: monotonic time in seconds.
     """
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:

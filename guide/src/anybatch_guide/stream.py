@@ -29,21 +29,13 @@ _MAX_DIGITS: Final = 15
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry of the stream: a line of a run, or another event.
+    """An entry of the stream: a line of a run, or another event."""
 
-    Attributes:
-        number: its index among all entries of this server.
-        event: "lines" for a line, else the event.
-        run: its run; None for a status.
-        text: its JSON text.
-        light: whether it only shows progress.
-    """
-
-    number: int
-    event: str
-    run: str | None
-    text: str
-    light: bool
+    number: int  # its index among all entries of this server
+    event: str  # "lines" for a line, else the event
+    run: str | None  # its run; None for a status
+    text: str  # its JSON text
+    light: bool  # whether it only shows progress
 
 
 class RingFullError(Exception):
@@ -67,11 +59,7 @@ class Ring:
         self._num_bytes = 0
 
     def add(self, event: str, run: str | None, text: str, *, light: bool = False) -> None:
-        """Add an entry.
-
-        Raises:
-            RingFullError: the ring is full, even without progress lines.
-        """
+        """Add an entry."""
         self.last += 1
         self._entries[self.last] = Entry(self.last, event, run, text, light)
         self._num_bytes += len(text)
@@ -102,12 +90,7 @@ class Reader:
 
 
 class Stream:
-    """The stream of lines and events that pages read.
-
-    Args:
-        limits: size of the ring, message rate and number of pages.
-        clock: monotonic time in seconds.
-    """
+    """The stream of lines and events that pages read."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         self._limits = limits
@@ -144,11 +127,7 @@ class Stream:
         self._wake()
 
     def publish_line(self, run: str, line: StreamLine) -> bool:
-        """Send a line of a run; return False if it is too long to send.
-
-        Raises:
-            RingFullError: see `Ring.add`.
-        """
+        """Send a line of a run; return False if it is too long to send."""
         text = _json(line)
         if len(text) > self._limits.line_bytes:
             return False

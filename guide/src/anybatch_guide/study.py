@@ -33,27 +33,16 @@ EPS = 1e-8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyRun:
-    """A training run.
+    """A training run."""
 
-    Attributes:
-        task: "digits" or "text".
-        optimizer: its class.
-        batch_size: samples of one step.
-        learning_rate: maximum learning rate of the run.
-        epochs: passes over the data.
-        betas: momentum of SGD, or the pair of AdamW.
-        eps: epsilon of AdamW.
-        seed: seed of the parameters and the order.
-    """
-
-    task: Literal["digits", "text"]
-    optimizer: OptimizerName
-    batch_size: int
-    learning_rate: float
-    epochs: int
-    betas: tuple[float, ...]
-    eps: float = EPS
-    seed: int = 0
+    task: Literal["digits", "text"]  # "digits" or "text"
+    optimizer: OptimizerName  # its class
+    batch_size: int  # samples of one step
+    learning_rate: float  # maximum learning rate of the run
+    epochs: int  # passes over the data
+    betas: tuple[float, ...]  # momentum of SGD, or the pair of AdamW
+    eps: float = EPS  # epsilon of AdamW
+    seed: int = 0  # seed of the parameters and the order
 
 
 class SmallNetwork(nn.Sequential):

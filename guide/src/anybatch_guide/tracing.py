@@ -37,15 +37,10 @@ UPDATES = ("optimizer.step()", "engine.step(")
 
 @dataclass(frozen=True, slots=True)
 class TracedFile:
-    """A traced file.
+    """A traced file."""
 
-    Attributes:
-        path: path of the file.
-        name: its name on the page: its path in the repository.
-    """
-
-    path: Path
-    name: str
+    path: Path  # path of the file
+    name: str  # its name on the page: its path in the repository
 
     @property
     def digest(self) -> str:
@@ -62,32 +57,21 @@ class TracedFile:
 
 @dataclass(slots=True)
 class LineTrace:
-    """A trace of one thread and the given files, recorded in a `with` block.
-
-    Args:
-        sources: the traced files.
-        repeats: maximum number of records per line; the number of skipped lines is in the next record.
-        vectors: whether to record all weights and gradients too, for small models.
-
-    Attributes:
-        numbers: for each recorded line, the index of its file in `sources`, and its line number.
-        skipped: number of unrecorded lines just before it.
-        values: for each recorded line, the values after it: micro_batches (backwards since the last update),
-            updates, loss, loss_sum, gradient_norm; a name is missing while it has no value.
-        states: for each recorded line, weights and gradient after it, with `vectors`.
-        printed: number of printed characters after it.
-        output: the complete output.
-    """
+    """A trace of one thread and the given files, recorded in a `with` block."""
 
     sources: Sequence[TracedFile]
     repeats: int = 6
     vectors: bool = False
+    # for each recorded line, the index of its file in `sources`, and its line number
     numbers: list[tuple[int, int]] = field(default_factory=list)
-    skipped: list[int] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)  # number of unrecorded lines just before it
+    # for each recorded line, the values after it: micro_batches (backwards since the last update), updates, loss,
+    # loss_sum, gradient_norm; a name is missing while it has no value
     values: list[dict[str, float]] = field(default_factory=list)
+    # for each recorded line, weights and gradient after it, with `vectors`
     states: list[dict[str, list[float]]] = field(default_factory=list)
-    printed: list[int] = field(default_factory=list)
-    output: io.StringIO = field(default_factory=io.StringIO)
+    printed: list[int] = field(default_factory=list)  # number of printed characters after it
+    output: io.StringIO = field(default_factory=io.StringIO)  # the complete output
     _texts: list[list[str]] = field(default_factory=list)
     _files: dict[str, int] = field(default_factory=dict)
     _main: list[int] = field(default_factory=list)
@@ -237,10 +221,6 @@ def trace_program(sources: Sequence[TracedFile], *, repeats: int = 6, vectors: b
     """Return the trace of the first of these files, run as a program in a new process.
 
     Python 3.11 can loop forever in a traced call of a function that ran often before the trace started.
-
-    Raises:
-        TimeoutError: the program does not end.
-        EOFError: the program failed and printed the reason.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -268,10 +248,6 @@ def trace_rank(
 
     `function` is called in fresh processes with (rank, number of ranks, where to meet) if it is `run_rank`, as in the
     ladder, and otherwise with (rank, number of ranks) after the process group is set up.
-
-    Raises:
-        TimeoutError: the program does not end.
-        EOFError: the rank failed and printed the reason.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="anybatch-lines-") as folder:

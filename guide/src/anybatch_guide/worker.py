@@ -40,15 +40,10 @@ class UnknownError(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A validated run of the playground.
+    """A validated run of the playground."""
 
-    Attributes:
-        run: function (emit, is_stepped) -> its metrics.
-        command: the command that reproduces them.
-    """
-
-    run: Callable[[Emit, Callable[[], bool]], Data]
-    command: str
+    run: Callable[[Emit, Callable[[], bool]], Data]  # function (emit, is_stepped) -> its metrics
+    command: str  # the command that reproduces them
 
 
 class CancelledError(BaseException):
@@ -57,17 +52,12 @@ class CancelledError(BaseException):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repertoire:
-    """The experiments and runs that a worker offers.
+    """The experiments and runs that a worker offers."""
 
-    Attributes:
-        experiments: experiments by name.
-        playground: function (JSON setting) -> run; raises UserError for an invalid setting.
-        warm: warm-up, called before the worker reports that it is ready.
-    """
-
-    experiments: Mapping[str, Experiment]
+    experiments: Mapping[str, Experiment]  # experiments by name
+    # function (JSON setting) -> run; raises UserError for an invalid setting
     playground: Callable[[Mapping[str, Any]], Prepared]
-    warm: Callable[[], None] = lambda: None
+    warm: Callable[[], None] = lambda: None  # warm-up, called before the worker reports that it is ready
 
 
 class Gate:
@@ -96,11 +86,7 @@ class Gate:
         return self._state != "open"
 
     def wait_before(self, line: Mapping[str, Any]) -> None:
-        """Wait before an event while the run is paused.
-
-        Raises:
-            CancelledError: the run was cancelled.
-        """
+        """Wait before an event while the run is paused."""
         with self._changed:
             if _is_place_to_wait(line):
                 self._changed.wait_for(lambda: self._state != "closed" or self._is_cancelled)
@@ -115,13 +101,7 @@ def _is_place_to_wait(line: Mapping[str, Any]) -> bool:
 
 
 class Worker:
-    """Runs requests one after another.
-
-    Args:
-        repertoire: the available experiments and runs.
-        answers: receives its output lines.
-        made: the provenance of its results.
-    """
+    """Runs requests one after another."""
 
     def __init__(self, repertoire: Repertoire, answers: BinaryIO, made: Provenance) -> None:
         self._repertoire = repertoire
@@ -210,11 +190,7 @@ class Worker:
 
 
 def work(repertoire: Callable[[], Repertoire]) -> None:
-    """Turn this process into a worker; never return.
-
-    Args:
-        repertoire: function () -> the repertoire; called once, after the set-up of the process.
-    """
+    """Turn this process into a worker; never return."""
     # Output of a run must not mix with the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -17,13 +17,7 @@ COMMAND: Final = (sys.executable, "-m", "anybatch_guide.worker")
 
 
 class WorkerProcess:
-    """A running worker, created by `start`.
-
-    Args:
-        process: process with pipes for both streams, in a new session.
-        folder: temporary files of the worker and its ranks, removed after its end: signals end them before they clean
-            up.
-    """
+    """A running worker, created by `start`."""
 
     def __init__(self, process: asyncio.subprocess.Process, folder: "tempfile.TemporaryDirectory[str]") -> None:
         self._process = process

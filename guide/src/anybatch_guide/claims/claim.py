@@ -15,61 +15,36 @@ EXACT, WRONG = 1e-4, 1e-2
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """Display options of a number of a claim.
+    """Display options of a number of a claim."""
 
-    Attributes:
-        label: its label in the card's table.
-        unit: "" for a plain number, "x" for a ratio, "bytes", "%", "lines" or "findings".
-        noisy: whether it varies between runs, as times and rounding errors do.
-    """
-
-    label: str
-    unit: str = ""
-    noisy: bool = False
+    label: str  # its label in the card's table
+    unit: str = ""  # "" for a plain number, "x" for a ratio, "bytes", "%", "lines" or "findings"
+    noisy: bool = False  # whether it varies between runs, as times and rounding errors do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A statement about gradient accumulation, training on several devices, or batch size.
+    """A statement about gradient accumulation, training on several devices, or batch size."""
 
-    Attributes:
-        name: its name in links and recordings.
-        side: its group on the page: an advantage or a limitation of accumulation, a recipe, several devices, or batch
-            size.
-        title: its topic, in a few words.
-        statement: the claim, in our words.
-        how: the measurement, in a sentence or two.
-        measure: function (emit) -> numbers.
-        numbers: name of a number to its display options, in display order.
-        rule: function (numbers) -> verdict.
-        rule_in_words: description of the rule.
-        texts: text for each verdict; `{name}` is replaced by a number.
-        seconds: approximate duration on two cores.
-        tolerance: largest relative difference between two recordings, because processors sum in different orders.
-        runs_here: whether the page may measure it; claims that need ranks are only recorded.
-    """
-
-    name: str
+    name: str  # its name in links and recordings
+    # its group on the page: an advantage or a limitation of accumulation, a recipe, several devices, or batch size
     side: Side
-    title: str
-    statement: str
-    how: str
-    measure: Callable[[Emit], Numbers]
-    numbers: Mapping[str, Number]
-    rule: Callable[[Numbers], Verdict]
-    rule_in_words: str
-    texts: Mapping[Verdict, str]
-    seconds: float
+    title: str  # its topic, in a few words
+    statement: str  # the claim, in our words
+    how: str  # the measurement, in a sentence or two
+    measure: Callable[[Emit], Numbers]  # function (emit) -> numbers
+    numbers: Mapping[str, Number]  # name of a number to its display options, in display order
+    rule: Callable[[Numbers], Verdict]  # function (numbers) -> verdict
+    rule_in_words: str  # description of the rule
+    texts: Mapping[Verdict, str]  # text for each verdict; `{name}` is replaced by a number
+    seconds: float  # approximate duration on two cores
+    # largest relative difference between two recordings, because processors sum in different orders
     tolerance: float = 1e-3
-    runs_here: bool = True
+    runs_here: bool = True  # whether the page may measure it; claims that need ranks are only recorded
 
 
 def judged(claim: Claim, numbers: Numbers) -> Data:
-    """Return the data of a card: the claim, its numbers, the verdict of the rule, and its text.
-
-    Raises:
-        ValueError: other numbers were measured than the claim shows.
-    """
+    """Return the data of a card: the claim, its numbers, the verdict of the rule, and its text."""
     # Measured and displayed numbers must be the same.
     if numbers.keys() != claim.numbers.keys():
         message = f"{claim.name} measured {sorted(numbers)}, but shows {sorted(claim.numbers)}."

@@ -50,11 +50,7 @@ def no_average(emit: Emit) -> Numbers:
 
 
 def rank_errors(shares: tuple[int, ...]) -> dict[str, float]:
-    """Run on every rank: return the errors of the combined gradients, compared with all samples in one batch.
-
-    Args:
-        shares: samples of each rank.
-    """
+    """Run on every rank: return the errors of the combined gradients, compared with all samples in one batch."""
     task = load("digits")
     inputs, targets = first_batch(task, sum(shares))
     model = new_model(task)

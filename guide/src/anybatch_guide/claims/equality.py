@@ -54,15 +54,7 @@ def equivalent(emit: Emit) -> Numbers:
 def error_of(
     task: PlaygroundTask, sizes: list[int], *, by_share: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> float:
-    """Return the relative error of the accumulated gradient, compared with the unsplit batch.
-
-    Args:
-        task: the task.
-        sizes: micro-batch sizes.
-        by_share: weight micro-batches by their items; otherwise each by 1 / N.
-        dtype: number format.
-        seed: seed of parameters, order and dropout.
-    """
+    """Return the relative error of the accumulated gradient, compared with the unsplit batch."""
     model = new_model(task, seed).to(dtype)
     inputs, targets = first_batch(task, sum(sizes), seed)
     batch = (inputs.to(dtype) if inputs.is_floating_point() else inputs), targets

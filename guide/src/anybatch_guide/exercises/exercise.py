@@ -12,25 +12,15 @@ from anybatch_guide.mistakes.mistake import MISTAKES, wrong_lines
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exercise:
-    """A loop with a bug.
+    """A loop with a bug."""
 
-    Attributes:
-        module: its module; the loop is the function `train`.
-        hint: its visible symptom.
-        why: the reason.
-        cure: the fix.
-        finding: code of the finding of `anybatch check --loop`.
-        wrong: a piece of the wrong line; None for lines that the correct loop lacks.
-        is_missing: whether the line is correct, but the next one is missing.
-    """
-
-    module: str
-    hint: str
-    why: str
-    cure: str
-    finding: str
-    wrong: str | None = None
-    is_missing: bool = False
+    module: str  # its module; the loop is the function `train`
+    hint: str  # its visible symptom
+    why: str  # the reason
+    cure: str  # the fix
+    finding: str  # code of the finding of `anybatch check --loop`
+    wrong: str | None = None  # a piece of the wrong line; None for lines that the correct loop lacks
+    is_missing: bool = False  # whether the line is correct, but the next one is missing
 
     @property
     def loop(self) -> Callable[..., None]:

@@ -34,19 +34,12 @@ ERROR_STEPS: Final = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormConfig:
-    """A network with normalization layers, and its training configuration.
+    """A network with normalization layers, and its training configuration."""
 
-    Attributes:
-        name: its name in the recorded data.
-        norm: the kind of normalization layers.
-        policy: the engine's BatchNorm policy; None for a loop in plain PyTorch.
-        sizes: the micro-batch sizes to train with.
-    """
-
-    name: str
-    norm: Norm
-    policy: Any
-    sizes: tuple[int, ...] = SIZES
+    name: str  # its name in the recorded data
+    norm: Norm  # the kind of normalization layers
+    policy: Any  # the engine's BatchNorm policy; None for a loop in plain PyTorch
+    sizes: tuple[int, ...] = SIZES  # the micro-batch sizes to train with
 
 
 CONFIGS: Final = (

@@ -43,22 +43,15 @@ def visits(order: Order, num_micro_batches: int) -> Iterator[Visit]:
 
 @dataclass(slots=True)
 class Shards:
-    """A sharded network that gathers one block at a time, with its communication and memory.
-
-    Attributes:
-        gathered_bytes: bytes of gathered weights.
-        reduced_bytes: bytes of gradients that one rank reduces.
-        kept_bytes: peak bytes of outputs between blocks.
-        waiting_bytes: peak bytes of full, unreduced gradients.
-        visits: block, micro-batch, and whether the block was gathered for it.
-    """
+    """A sharded network that gathers one block at a time, with its communication and memory."""
 
     whole: torch.nn.Sequential
     shards: list[Tensor] = field(init=False)
-    gathered_bytes: int = 0
-    reduced_bytes: int = 0
-    kept_bytes: int = 0
-    waiting_bytes: int = 0
+    gathered_bytes: int = 0  # bytes of gathered weights
+    reduced_bytes: int = 0  # bytes of gradients that one rank reduces
+    kept_bytes: int = 0  # peak bytes of outputs between blocks
+    waiting_bytes: int = 0  # peak bytes of full, unreduced gradients
+    # block, micro-batch, and whether the block was gathered for it
     visits: list[tuple[str, int, int, bool]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

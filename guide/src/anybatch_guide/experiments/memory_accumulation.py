@@ -17,7 +17,7 @@ NUM_BUCKETS = 90
 """Number of equal parts of a timeline; the highest and the lowest moment of each are kept."""
 
 
-def run(emit: Emit) -> Data:
+def measure_peaks(emit: Emit) -> Data:
     """Measure every configuration at every micro-batch size, with accumulation and without."""
     results = []
     for done, config in enumerate(all_configs()):
@@ -58,9 +58,29 @@ def _measured(config: AccumulationConfig, emit: Emit, *, with_timelines: bool) -
     }
 
 
-EXPERIMENT = Experiment(
+def measure_courses(emit: Emit) -> Data:
+    """Measure the timeline of each configuration at a few micro-batch sizes, for changes of settings on the page."""
+    timelines = []
+    for done, config in enumerate(all_configs()):
+        what = f"{config.optimizer}, {config.precision}"
+        emit({"kind": "guide.progress", "done": done, "of": len(all_configs()), "what": what})
+        measured = {
+            str(size): measure_accumulated(ACCUMULATED, config, effective_batch_size=EFFECTIVE, micro_batch_size=size)
+            for size in TIMELINE_SIZES
+        }
+        timelines.append({size: downsampled(step.timeline, NUM_BUCKETS) for size, step in measured.items()})
+    return {"drawn": list(TIMELINE_SIZES), "ways": timelines}
+
+
+PEAKS = Experiment(
     name="memory_accumulation",
     question="How much memory does a step of 64 samples need, in one pass and in micro-batches?",
-    run=run,
+    run=measure_peaks,
     seconds=90,
+)
+COURSES = Experiment(
+    name="memory_courses",
+    question="How does memory change during a step, with checkpointing, bf16, or another optimizer?",
+    run=measure_courses,
+    seconds=30,
 )

@@ -49,12 +49,7 @@ GRIDS = {
 
 
 class RateStudy:
-    """One grid, with cached runs.
-
-    Args:
-        grid: the grid.
-        emit: receives the progress.
-    """
+    """One grid, with cached runs."""
 
     def __init__(self, grid: RateGrid, emit: Emit) -> None:
         self.grid = grid

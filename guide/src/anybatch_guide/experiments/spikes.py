@@ -25,18 +25,13 @@ CODES = ("spike", "rate_lowered", "rolled_back")
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """A planted problem in a run.
+    """A planted problem in a run."""
 
-    Attributes:
-        words: its description.
-        batch: function (age, batch) -> the batch to train on; the age is in steps since the plant.
-        rate: function (age) -> factor of the learning rate.
-        gradient: function (age, gradient of a parameter) -> the gradient to use.
-    """
-
-    words: str
+    words: str  # its description
+    # function (age, batch) -> the batch to train on; the age is in steps since the plant
     batch: Callable[[int, Batch], Batch] = lambda _, batch: batch
-    rate: Callable[[int], float] = lambda _: 1.0
+    rate: Callable[[int], float] = lambda _: 1.0  # function (age) -> factor of the learning rate
+    # function (age, gradient of a parameter) -> the gradient to use
     gradient: Callable[[int, Tensor], Tensor] = lambda _, gradient: gradient
 
 

@@ -35,11 +35,7 @@ Row = dict[str, Tensor]
 
 
 def run(emit: Emit) -> Data:
-    """Run each case with the Trainer, and compare the gradient of each step with the unsplit samples.
-
-    Raises:
-        UserError: transformers or accelerate is not installed.
-    """
+    """Run each case with the Trainer, and compare the gradient of each step with the unsplit samples."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         message = f"{' and '.join(missing)} must be installed to run a Trainer: pip install 'anybatch[peers]'"

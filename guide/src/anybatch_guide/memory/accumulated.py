@@ -18,30 +18,19 @@ _OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccumulationConfig:
-    """Options of a step, except its micro-batch size.
+    """Options of a step, except its micro-batch size."""
 
-    Attributes:
-        optimizer: SGD without momentum, or AdamW.
-        precision: number formats of forward and backward.
-        checkpointing: whether each block is recomputed in the backward instead of keeping its activations.
-    """
-
-    optimizer: OptimizerName
-    precision: PrecisionName
-    checkpointing: bool
+    optimizer: OptimizerName  # SGD without momentum, or AdamW
+    precision: PrecisionName  # number formats of forward and backward
+    checkpointing: bool  # whether each block is recomputed in the backward instead of keeping its activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MeasuredStep:
-    """The memory of a measured step.
+    """The memory of a measured step."""
 
-    Attributes:
-        timeline: its memory by category, over the step.
-        gradient_bytes: bytes of one copy of the gradients.
-    """
-
-    timeline: MemoryTimeline
-    gradient_bytes: int
+    timeline: MemoryTimeline  # its memory by category, over the step
+    gradient_bytes: int  # bytes of one copy of the gradients
 
 
 def measure_accumulated(

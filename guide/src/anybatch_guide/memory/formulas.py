@@ -15,17 +15,11 @@ Stage = Literal[0, 1, 2, 3]
 
 @dataclass(frozen=True, slots=True)
 class ParameterBytes:
-    """Bytes allocated for one parameter throughout a step.
+    """Bytes allocated for one parameter throughout a step."""
 
-    Attributes:
-        weight: the weight that forward and backward use.
-        gradient: its gradient.
-        optimizer: its optimizer state, including the weight in full precision if there is one.
-    """
-
-    weight: int
-    gradient: int
-    optimizer: int
+    weight: int  # the weight that forward and backward use
+    gradient: int  # its gradient
+    optimizer: int  # its optimizer state, including the weight in full precision if there is one
 
     @property
     def total(self) -> int:
@@ -64,11 +58,7 @@ def state_bytes(num_parameters: int, each: ParameterBytes, stage: Stage = 0, wor
 
 
 def smallest_world_size(num_parameters: int, each: ParameterBytes, budget_bytes: float, *, stage: Stage = 3) -> int:
-    """Return the smallest number of ranks at which this state fits into `budget_bytes` on each rank.
-
-    Raises:
-        PlanError: the unsharded part exceeds the budget on any number of ranks.
-    """
+    """Return the smallest number of ranks at which this state fits into `budget_bytes` on each rank."""
     # With this many ranks, only the unsharded bytes remain.
     fixed = state_bytes(num_parameters, each, stage, 1 << 62)
     if budget_bytes <= fixed:

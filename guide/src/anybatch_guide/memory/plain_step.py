@@ -16,17 +16,11 @@ from anybatch_guide.memory.small import Batch, SmallModel, own_random_numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OutOfMemory:
-    """A step that ran out of memory.
+    """A step that ran out of memory."""
 
-    Attributes:
-        message: message of the error.
-        phase: forward, backward or update.
-        held: bytes of tensors by category at that moment, without the failed allocation.
-    """
-
-    message: str
-    phase: Phase
-    held: Mapping[str, int]
+    message: str  # message of the error
+    phase: Phase  # forward, backward or update
+    held: Mapping[str, int]  # bytes of tensors by category at that moment, without the failed allocation
 
 
 def trace_plain_step(what: SmallModel, num_samples: int) -> MemoryTrace:

@@ -30,23 +30,14 @@ _MULTIPLE_RANKS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """The properties of a step that determine its memory.
+    """The properties of a step that determine its memory."""
 
-    Attributes:
-        model: name of a published model.
-        sequence_length: tokens per sample.
-        precision: number formats of forward and backward.
-        optimizer: default or fused AdamW.
-        checkpointing: whether blocks are recomputed in the backward.
-        multi_rank: whether it runs on more than one rank.
-    """
-
-    model: str
-    sequence_length: int
-    precision: PrecisionName
-    optimizer: OptimizerName
-    checkpointing: bool
-    multi_rank: bool
+    model: str  # name of a published model
+    sequence_length: int  # tokens per sample
+    precision: PrecisionName  # number formats of forward and backward
+    optimizer: OptimizerName  # default or fused AdamW
+    checkpointing: bool  # whether blocks are recomputed in the backward
+    multi_rank: bool  # whether it runs on more than one rank
 
     def task(self, world_size: int | None = None) -> StepSpec:
         """Return the step of `ab.plan`, with the changes of its table of changes."""
@@ -70,19 +61,13 @@ def _changed(task: StepSpec, name: str) -> StepSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
-    """A model with its options: every combination is traced.
+    """A model with its options: every combination is traced."""
 
-    Attributes:
-        name: name of the model for `anybatch plan`.
-        sequence_lengths: tokens per sample.
-        precisions: number formats.
-        with_ranks: whether it is also offered on several ranks. A large model is rarely replicated on every rank,
-            and checking that the replicas start equal takes hundreds of thousands of digests.
-    """
-
-    name: str
-    sequence_lengths: tuple[int, ...]
-    precisions: tuple[PrecisionName, ...]
+    name: str  # name of the model for `anybatch plan`
+    sequence_lengths: tuple[int, ...]  # tokens per sample
+    precisions: tuple[PrecisionName, ...]  # number formats
+    # whether it is also offered on several ranks. A large model is rarely replicated on every rank, and checking that
+    # the replicas start equal takes hundreds of thousands of digests
     with_ranks: bool = True
 
     def variants(self) -> Iterator[Variant]:
@@ -110,19 +95,12 @@ OFFERED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Traced:
-    """A traced step.
+    """A traced step."""
 
-    Attributes:
-        variant: its properties.
-        task: the step for the library's own functions.
-        envelopes: its memory for any micro-batch size.
-        num_parameters: number of parameters of the model.
-    """
-
-    variant: Variant
-    task: StepSpec
-    envelopes: Envelopes
-    num_parameters: int
+    variant: Variant  # its properties
+    task: StepSpec  # the step for the library's own functions
+    envelopes: Envelopes  # its memory for any micro-batch size
+    num_parameters: int  # number of parameters of the model
 
 
 def trace(variant: Variant) -> Traced:
@@ -139,17 +117,11 @@ def trace(variant: Variant) -> Traced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """The device, batch and ranks to plan for.
+    """The device, batch and ranks to plan for."""
 
-    Attributes:
-        device: a name or a size for `anybatch plan`.
-        effective_batch_size: samples of one step, over all ranks.
-        world_size: number of ranks.
-    """
-
-    device: str
-    effective_batch_size: int
-    world_size: int = 1
+    device: str  # a name or a size for `anybatch plan`
+    effective_batch_size: int  # samples of one step, over all ranks
+    world_size: int = 1  # number of ranks
 
 
 def planned(traced: Traced, request: PlanRequest) -> Plan:

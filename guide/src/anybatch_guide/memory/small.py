@@ -19,24 +19,15 @@ _NUM_CLASSES = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SmallModel:
-    """A model with its data. Memory depends only on shapes, so the data is noise.
+    """A model with its data. Memory depends only on shapes, so the data is noise."""
 
-    Attributes:
-        name: its name in recordings and links.
-        title: its title on the page.
-        words: its description in a line.
-        make: function () -> model.
-        batch: function (samples) -> batch.
-        loss: function (model, batch) -> the mean loss of the batch.
-        checkpointed: function () -> the same model with each block recomputed in the backward; None without blocks.
-    """
-
-    name: str
-    title: str
-    words: str
-    make: Callable[[], nn.Module]
-    batch: Callable[[int], Batch]
-    loss: Callable[[nn.Module, Batch], Tensor]
+    name: str  # its name in recordings and links
+    title: str  # its title on the page
+    words: str  # its description in a line
+    make: Callable[[], nn.Module]  # function () -> model
+    batch: Callable[[int], Batch]  # function (samples) -> batch
+    loss: Callable[[nn.Module, Batch], Tensor]  # function (model, batch) -> the mean loss of the batch
+    # function () -> the same model with each block recomputed in the backward; None without blocks
     checkpointed: Callable[[], nn.Module] | None = None
 
 

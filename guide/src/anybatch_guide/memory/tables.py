@@ -31,18 +31,7 @@ MEBIBYTE = 1 << 20
 
 
 def tables(envelopes: Envelopes, *, multi_rank: bool) -> dict[str, Any]:
-    """Return the tables of a step for the page.
-
-    Args:
-        envelopes: memory of the step, on a CUDA device.
-        multi_rank: whether it runs on more than one rank.
-
-    Returns:
-        `steady` and `first`: the pieces of the peak, see `peak_pieces`, of every step but the first, and of the first.
-        `largest`: for each of `DEVICE_NAMES`, the largest micro-batch size that keeps the headroom; None for no limit.
-        `reserved_mebibytes`: (micro-batch size, memory that the allocator reserves without a limit) for each
-        possible size.
-    """
+    """Return the tables of a step for the page."""
     shares = rank_shares(multi_rank=multi_rank)
     usable = [budget_of(name, world_size=2 if multi_rank else 1, headroom=None).usable_bytes for name in DEVICE_NAMES]
     largest = [envelopes.largest_allocated(limit) if limit > 0 else 0 for limit in usable]
@@ -68,13 +57,7 @@ def micro_batch_size(share: int, largest: int | None) -> int:
 
 
 def peak_pieces(envelope: MemoryEnvelope) -> Iterator[tuple[int, int, str, list[int], list[int]]]:
-    """Yield the pieces of peak(m) = max over events t of (A_t + B_t m), for all m >= 1.
-
-    Yields:
-        The first micro-batch size of a piece, the number of the phase (in `Phase`) and the operation
-        at the peak, and the bytes in use by category (in the order of `Category`), as constants and
-        as slopes.
-    """
+    """Yield the pieces of peak(m) = max over events t of (A_t + B_t m), for all m >= 1."""
     assert envelope.is_affine, "a size has no line"
     lines = _highest_by_slope(envelope)
     size = 1

@@ -14,19 +14,12 @@ RIGHT = "right"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mistake:
-    """A mistake in a loop.
+    """A mistake in a loop."""
 
-    Attributes:
-        title: the mistake, in a few words.
-        effect: its effect.
-        cure: the fix.
-        finding: code of the finding of `anybatch check --loop`.
-    """
-
-    title: str
-    effect: str
-    cure: str
-    finding: str
+    title: str  # the mistake, in a few words
+    effect: str  # its effect
+    cure: str  # the fix
+    finding: str  # code of the finding of `anybatch check --loop`
 
 
 MISTAKES: Mapping[str, Mistake] = MappingProxyType(
@@ -72,11 +65,7 @@ MISTAKES: Mapping[str, Mistake] = MappingProxyType(
 
 
 def loop_of(name: str) -> Callable[..., None]:
-    """Return the loop with a mistake, or the correct one.
-
-    Raises:
-        UserError: the mistake does not exist.
-    """
+    """Return the loop with a mistake, or the correct one."""
     if name != RIGHT and name not in MISTAKES:
         message = f"{name=} must be {RIGHT!r} or one of {', '.join(map(repr, MISTAKES))}."
         raise UserError(message)

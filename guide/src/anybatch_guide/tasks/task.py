@@ -48,25 +48,15 @@ class LabelledSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PlaygroundTask:
-    """A small classification task: data, network and loss.
+    """A small classification task: data, network and loss."""
 
-    Attributes:
-        name: its name.
-        unit: name of one sample.
-        num_classes: classes of a target.
-        model: function () -> network. Its parameters come from torch's global generator.
-        loss: the declared loss, for the engine.
-        rows: the training set.
-        held_out: the held-out set.
-    """
-
-    name: TaskName
-    unit: str
-    num_classes: int
-    model: Callable[[], nn.Module]
-    loss: Loss
-    rows: LabelledSamples = field(repr=False)
-    held_out: LabelledSamples = field(repr=False)
+    name: TaskName  # its name
+    unit: str  # name of one sample
+    num_classes: int  # classes of a target
+    model: Callable[[], nn.Module]  # function () -> network. Its parameters come from torch's global generator
+    loss: Loss  # the declared loss, for the engine
+    rows: LabelledSamples = field(repr=False)  # the training set
+    held_out: LabelledSamples = field(repr=False)  # the held-out set
 
     @property
     def chance(self) -> float:
@@ -106,15 +96,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
 
 
 def load(name: str, *, norm: Norm = "none") -> PlaygroundTask:
-    """Return a task by its name.
-
-    Args:
-        name: "digits", "spirals", "shapes" or "text".
-        norm: normalization layers of the network of `shapes`; the other tasks have none.
-
-    Raises:
-        UserError: the task does not exist.
-    """
+    """Return a task by its name."""
     if name not in _HOMES:
         message = f"{name=} must be one of {', '.join(map(repr, _HOMES))}."
         raise UserError(message)

@@ -23,11 +23,7 @@ _EPILOG = "To watch a run on another machine, follow its log: ssh HOST tail -c +
 
 
 def run(words: Sequence[str]) -> int:
-    """Serve or write the page for a command line; return the exit status.
-
-    Raises:
-        UserError: a path is not a run, or the server cannot listen.
-    """
+    """Serve or write the page for a command line; return the exit status."""
     given = make_parser().parse(words)
     watching = Watching(given.runs or _own_runs())
     if watching.num_left_out:

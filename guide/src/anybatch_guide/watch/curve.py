@@ -19,36 +19,22 @@ CLIPPED, SKIPPED = 1, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The values of one step.
+    """The values of one step."""
 
-    Attributes:
-        step: its number.
-        samples: samples of its effective batch.
-        seconds: time since the start of the run, without pauses between resumes.
-        loss: loss of the effective batch.
-        norm: gradient norm before clipping; NaN if it was not computed.
-        rate: learning rate of the first parameter group; NaN if unknown.
-        flags: `CLIPPED`, `SKIPPED`, both or neither.
-    """
-
-    step: int
-    samples: int
-    seconds: float
-    loss: float
-    norm: float
-    rate: float
-    flags: int
+    step: int  # its number
+    samples: int  # samples of its effective batch
+    seconds: float  # time since the start of the run, without pauses between resumes
+    loss: float  # loss of the effective batch
+    norm: float  # gradient norm before clipping; NaN if it was not computed
+    rate: float  # learning rate of the first parameter group; NaN if unknown
+    flags: int  # `CLIPPED`, `SKIPPED`, both or neither
 
 
 @dataclass(slots=True)
 class Curve:
-    """The steps of a run, in order; a repeated step replaces it and all later steps.
+    """The steps of a run, in order; a repeated step replaces it and all later steps."""
 
-    Attributes:
-        stride: every stride-th step is kept; a power of two.
-    """
-
-    stride: int = 1
+    stride: int = 1  # every stride-th step is kept; a power of two
     steps: "array[int]" = field(default_factory=lambda: array("q"))
     samples: "array[int]" = field(default_factory=lambda: array("q"))
     seconds: "array[float]" = field(default_factory=lambda: array("d"))

@@ -19,9 +19,6 @@ def lanes_of(ranks: Mapping[int, Sequence[SpanLines]]) -> dict[str, Any] | None:
     Times are host times: on an accelerator, device work appears where the host waits for it. The wait of a rank
     in "reduce" is exposed communication, and waiting for the slowest rank; the smallest such
     wait of a step counts as communication, the rest as waiting for others.
-
-    Args:
-        ranks: rank to the log of its latest steps.
     """
     some = dict(sorted(ranks.items())[:MAX_LANES])
     common = sorted(set.intersection(*({step.step for step in steps} for steps in some.values()))) if some else []

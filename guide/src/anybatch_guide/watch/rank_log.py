@@ -42,60 +42,34 @@ def _entries() -> deque[Entry]:
 
 @dataclass(slots=True)
 class SpanLines:
-    """The log lines of one step of a rank, decoded on demand.
+    """The log lines of one step of a rank, decoded on demand."""
 
-    Attributes:
-        step: its number.
-        seconds: its end, on the clock of the log.
-        lines: lines of its spans.
-    """
-
-    step: int
-    seconds: float
-    lines: list[bytes]
+    step: int  # its number
+    seconds: float  # its end, on the clock of the log
+    lines: list[bytes]  # lines of its spans
 
 
 @dataclass(slots=True)
 class LogContent:
-    """The content of a log so far.
+    """The content of a log so far."""
 
-    Attributes:
-        facts: facts of the latest start.
-        curve: curve of the steps.
-        geometry: splits of the batch, with their first step.
-        diagnoses: the latest diagnoses.
-        evaluations: the latest evaluations.
-        checkpoints: written and read checkpoints.
-        end: the last record of a finished run.
-        memory: the latest line about memory.
-        largest_peak: the largest peak of all of them.
-        num_diagnoses: number of all diagnoses, including dropped ones.
-        latest: the latest steps, with spans.
-        num_skipped: number of invalid lines.
-    """
-
-    facts: Entry = field(default_factory=dict)
-    curve: Curve = field(default_factory=Curve)
-    geometry: deque[Entry] = field(default_factory=_entries)
-    diagnoses: deque[Entry] = field(default_factory=_entries)
-    evaluations: deque[Entry] = field(default_factory=_entries)
-    checkpoints: deque[Entry] = field(default_factory=_entries)
-    end: Entry | None = None
-    memory: bytes = b""
-    largest_peak: int = 0
-    num_diagnoses: int = 0
+    facts: Entry = field(default_factory=dict)  # facts of the latest start
+    curve: Curve = field(default_factory=Curve)  # curve of the steps
+    geometry: deque[Entry] = field(default_factory=_entries)  # splits of the batch, with their first step
+    diagnoses: deque[Entry] = field(default_factory=_entries)  # the latest diagnoses
+    evaluations: deque[Entry] = field(default_factory=_entries)  # the latest evaluations
+    checkpoints: deque[Entry] = field(default_factory=_entries)  # written and read checkpoints
+    end: Entry | None = None  # the last record of a finished run
+    memory: bytes = b""  # the latest line about memory
+    largest_peak: int = 0  # the largest peak of all of them
+    num_diagnoses: int = 0  # number of all diagnoses, including dropped ones
+    # the latest steps, with spans
     latest: deque[SpanLines] = field(default_factory=lambda: deque(maxlen=NUM_STEPS_OF_SPANS))
-    num_skipped: int = 0
+    num_skipped: int = 0  # number of invalid lines
 
 
 class RankLog:
-    """Reads the log of one rank as it grows.
-
-    Attributes:
-        tail: the file.
-        content: its content so far.
-        trouble: the reason if it cannot be read; else None.
-    """
+    """Reads the log of one rank as it grows."""
 
     def __init__(self, path: Path) -> None:
         """Store the path without opening the file."""

@@ -18,10 +18,6 @@ def command_of(header: Path, rank_logs_beside: Path) -> dict[str, Any]:
     """Return the commands that repeat and resume a run; None if they are unknown.
 
     Unprintable values, and values that look like options, give no command, because users paste it into a terminal.
-
-    Args:
-        header: `run.json`.
-        rank_logs_beside: the folder of the run, as given by the user.
     """
     nothing: dict[str, Any] = {"command": None, "resume": None, "changes": 0}
     try:

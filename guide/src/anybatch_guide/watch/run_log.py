@@ -23,15 +23,7 @@ _RECENT_SECONDS: Final = 10.0
 
 
 class RunLog:
-    """One run, read as it grows.
-
-    Args:
-        path: log of the first rank.
-        name: its name on the page.
-
-    Attributes:
-        version: number of changes; 0 before the first read.
-    """
+    """One run, read as it grows."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
@@ -72,12 +64,7 @@ class RunLog:
         return any(changed)
 
     def view(self, verdict: Verdict, clock: Callable[[], float] = time.time) -> dict[str, Any]:
-        """Return the data of the run for the page, as valid JSON.
-
-        Args:
-            verdict: comparison with the reference.
-            clock: seconds since 1970.
-        """
+        """Return the data of the run for the page, as valid JSON."""
         content, last = self.lead.content, self.lead.content.curve.last
         read, size = self.num_bytes
         logs = self._logs.items()
@@ -146,11 +133,7 @@ class RunLog:
 
 
 def found_runs(paths: list[Path]) -> list[RunLog]:
-    """Return the runs of the given paths: logs, folders of runs, or folders of such folders (newest run first).
-
-    Raises:
-        UserError: a path is not a log or a folder with runs.
-    """
+    """Return the runs of the given paths: logs, folders of runs, or folders of such folders (newest run first)."""
     logs: dict[Path, None] = {}
     for path in paths:
         path_logs = list(_logs_of(path))

@@ -24,15 +24,7 @@ LOOK_SECONDS: Final = 0.5
 
 
 class Shown:
-    """The current data of the runs, and the streams; a new page first gets all data.
-
-    Args:
-        watching: the runs.
-        limits: limits of streams.
-
-    Attributes:
-        failure: the error that ended reading; None while it continues.
-    """
+    """The current data of the runs, and the streams; a new page first gets all data."""
 
     def __init__(self, watching: Watching, limits: Limits) -> None:
         self._watching = watching
@@ -141,11 +133,7 @@ def make_app(page: Mapping[str, Asset], shown: Shown, admission: Admission, limi
 async def serve(
     page: Mapping[str, Asset], watching: Watching, door: Door, on_listening: Callable[[str, str], None]
 ) -> None:
-    """Serve the page until the process receives SIGINT or SIGTERM.
-
-    Raises:
-        UserError: the server cannot listen on the address.
-    """
+    """Serve the page until the process receives SIGINT or SIGTERM."""
     shown = Shown(watching, door.limits)
     try:
         await serve_app(

@@ -21,10 +21,6 @@ def sketched(path: Path, size: int) -> dict[str, Any] | None:
 
     Samples are estimated: all steps are assumed to have the same number. Logs with repeated steps or a changed clock
     have no usable preview.
-
-    Args:
-        path: path of the log.
-        size: its size in bytes.
     """
     try:
         rows = list(_found(path, size))

@@ -17,23 +17,14 @@ Word = Literal["reference", "same", "drifted", "another", "unknown"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Comparison of a run with the reference.
+    """Comparison of a run with the reference."""
 
-    Attributes:
-        word: the result.
-        step: the first step whose loss differs by more than rounding, or None.
-        num_steps: number of common steps.
-        difference: largest relative difference of a loss; None without common steps.
-        tolerance: largest difference that counts as rounding.
-        reasons: reasons for "another".
-    """
-
-    word: Word
-    step: int | None = None
-    num_steps: int = 0
-    difference: float | None = None
-    tolerance: float = 0.0
-    reasons: tuple[str, ...] = ()
+    word: Word  # the result
+    step: int | None = None  # the first step whose loss differs by more than rounding, or None
+    num_steps: int = 0  # number of common steps
+    difference: float | None = None  # largest relative difference of a loss; None without common steps
+    tolerance: float = 0.0  # largest difference that counts as rounding
+    reasons: tuple[str, ...] = ()  # reasons for "another"
 
 
 def compare(facts: Mapping[str, Any], curve: Curve, other_facts: Mapping[str, Any], other: Curve) -> Verdict:

@@ -13,18 +13,7 @@ _SLICES_BETWEEN: Final = 6
 
 
 class Watching:
-    """The watched runs; the first is the reference for the others.
-
-    Args:
-        paths: paths of runs.
-
-    Attributes:
-        runs: the runs, in order.
-        num_left_out: number of runs above the display limit.
-
-    Raises:
-        UserError: one of the paths is not a run.
-    """
+    """The watched runs; the first is the reference for the others."""
 
     def __init__(self, paths: list[Path]) -> None:
         runs = found_runs(paths)
@@ -40,11 +29,7 @@ class Watching:
         return any(run.has_unread_bytes for run in self.runs)
 
     def look(self, num_slices: int = _SLICES_BETWEEN) -> dict[int, str]:
-        """Read more of every run, and return the data of changed runs, as JSON by index.
-
-        Args:
-            num_slices: maximum number of pieces of each log to read before returning.
-        """
+        """Read more of every run, and return the data of changed runs, as JSON by index."""
         if self._num_looks % 8 == 0:
             for run in self.runs:
                 run.find_ranks()

@@ -1,15 +1,25 @@
-"""Eight samples in one pass, and eight micro-batches of one: gradient and memory."""
+"""The exercises: six loops with a bug each, and eight samples in one pass or in eight micro-batches of one."""
 
 import torch
 
 from anybatch_guide.claims.equality import error_of
 from anybatch_guide.claims.measuring import emit_progress, step_memory
+from anybatch_guide.exercises.exercise import EXERCISES, described
 from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.tasks.task import load
 
 
-def run(emit: Emit) -> Data:
-    """Compare both on digits."""
+def check_loops(emit: Emit) -> Data:
+    """Run `anybatch check --loop` on each loop with a bug."""
+    loops = []
+    for done, exercise in enumerate(EXERCISES):
+        emit({"kind": "guide.progress", "done": done, "of": len(EXERCISES), "what": exercise.module})
+        loops.append(described(exercise))
+    return {"loops": loops}
+
+
+def compare_eight(emit: Emit) -> Data:
+    """Compare gradient and memory of eight digits in one pass, and one by one."""
     task = load("digits")
     emit_progress(emit, 0, 2, "gradients")
     errors = {"fp32": error_of(task, [1] * 8), "fp64": error_of(task, [1] * 8, dtype=torch.float64)}
@@ -23,10 +33,17 @@ def run(emit: Emit) -> Data:
     }
 
 
-EXPERIMENT = Experiment(
+LOOPS = Experiment(
+    name="exercises_loops",
+    question="Which bug does each of these six loops have?",
+    run=check_loops,
+    seconds=15,
+    runs_here=False,
+)
+EIGHT = Experiment(
     name="exercises_eight",
     question="Eight samples in one pass, or one by one: is the gradient the same, and how much memory does each need?",
-    run=run,
+    run=compare_eight,
     seconds=2,
     noisy=("gradient_error",),
 )

@@ -1,0 +1,29 @@
+"""Runs of the playground for a page without an engine: the initial ones, and the grid of each task."""
+
+from anybatch_guide import grid
+from anybatch_guide.experiment import Experiment
+from anybatch_guide.tasks.spirals import EXTENT
+from anybatch_guide.tasks.task import load
+
+_ROWS = load("spirals").rows
+_POINTS = zip(_ROWS.inputs.tolist(), _ROWS.targets.tolist(), strict=True)
+
+OPENING = Experiment(
+    name="playground_opening",
+    question="What does the playground show initially?",
+    run=grid.run_opening,
+    seconds=15,
+    runs_here=False,
+    tolerance=1e-3,
+    noisy=grid.NOISY,
+)
+DIGITS = grid.experiment_of("digits", grid.digits_settings(), seconds=110)
+SHAPES = grid.experiment_of("shapes", grid.shapes_settings(), seconds=100)
+SPIRALS = grid.experiment_of(
+    "spirals",
+    grid.spirals_settings(),
+    seconds=20,
+    points=[[round(x, 3), round(y, 3), arm] for (x, y), arm in _POINTS],
+    extent=EXTENT,
+)
+TEXT = grid.experiment_of("text", grid.text_settings(), seconds=40)

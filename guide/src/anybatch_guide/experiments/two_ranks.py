@@ -1,0 +1,62 @@
+"""The digits recipe on two ranks: the ways of using devices, compared, and why two are not twice as fast as one."""
+
+from functools import partial
+
+from anybatch.cli.compare import first_batches
+from anybatch.core.run_config import RunConfig
+from anybatch.diagnostics import compare
+from anybatch.diagnostics.scaling.measure import RunSettings
+from anybatch.diagnostics.scaling.scale import measure_scaling
+from anybatch.recipes.load import MeasuredJob
+from anybatch_guide.experiment import Data, Emit, Experiment
+
+RECIPE, EFFECTIVE, MICRO = "digits", 64, 8
+
+
+def compare_ways(emit: Emit) -> Data:
+    """Compare accumulation, DataParallel, DDP, ZeRO-1 and FSDP, as `anybatch compare digits` does."""
+    emit({"kind": "guide.progress", "done": 0, "of": 1, "what": "ways, interleaved"})
+    job = MeasuredJob(recipe=RECIPE, config=RunConfig(effective_batch_size=EFFECTIVE))
+    report = compare(
+        job.train_spec,
+        partial(first_batches, job),
+        effective_batch_size=EFFECTIVE,
+        micro_batch_size=MICRO,
+        device_type="cpu",
+        num_devices=2,
+        most_seconds=20.0,
+        title=RECIPE,
+    )
+    return {**report.as_json(), "sentences": report.sentences()}
+
+
+def explain_scaling(emit: Emit) -> Data:
+    """Measure the parts of a step on one rank and on two, and possible improvements."""
+    emit({"kind": "guide.progress", "done": 0, "of": 1, "what": "steps, interleaved"})
+    job = MeasuredJob(recipe=RECIPE, config=RunConfig(effective_batch_size=EFFECTIVE))
+    report = measure_scaling(
+        job.train_spec, job.data, settings=RunSettings(micro_batch_size=MICRO), most_seconds=10.0, num_cores=2
+    )
+    return {"recipe": RECIPE, "effective_batch_size": EFFECTIVE, "report": report.as_json(), "text": str(report)}
+
+
+WAYS = Experiment(
+    name="ways_compared",
+    question="Which way of using devices is best for the digits, and how much time and memory does each need?",
+    run=compare_ways,
+    seconds=40,
+    runs_here=False,
+    tolerance=0.01,
+    noisy=(
+        *("seconds_per_step", "seconds_per_sample", "exposed_seconds", "quartiles", "device_hours", "device"),
+        *("gradient_error", "sentences"),
+    ),
+)
+SCALING = Experiment(
+    name="why_not_linear",
+    question="Why are two ranks not twice as fast, and which changes would make them faster?",
+    run=explain_scaling,
+    seconds=30,
+    runs_here=False,
+    noisy=("report", "text"),
+)
