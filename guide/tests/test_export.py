@@ -11,8 +11,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from anybatch.errors import UserError
-from anybatch_guide.built import MAX_BYTES, Asset, read_page, recordings
-from anybatch_guide.export import export_file, export_folder, single_file
+from anybatch_guide.export import MAX_BYTES, Asset, export_file, export_folder, read_page, recordings, single_file
 from guide.tests.browser.chromium import Watched, opened
 from guide.tests.served import PAGE, Served
 

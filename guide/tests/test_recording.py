@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from anybatch.errors import UserError
 from anybatch_guide.catalogue import experiments, names
@@ -19,7 +18,6 @@ from anybatch_guide.recording import (
     as_recording,
     commit_here,
     differences,
-    plain,
     read_recording,
     record,
     write_recording,
@@ -62,13 +60,6 @@ def test_file_is_one_line(tmp_path: Path) -> None:
     assert list(json.loads(text)["made"]) == ["date", "device", "versions", "commit", "command"]
     assert '"data":{"b":0.30000000000000004,"a":[1,null,true,"ü"]}}' in text
     assert read_recording(file) == recording
-
-
-def test_what_json_lacks() -> None:
-    """NaN and infinities become strings as in a run's log; other values without JSON are refused."""
-    assert plain({1: (float("nan"), float("inf"), -float("inf"), 1.5)}) == {"1": ["NaN", "Infinity", "-Infinity", 1.5]}
-    with pytest.raises(TypeError):
-        plain([torch.ones(1)])
 
 
 @pytest.mark.parametrize(

@@ -137,20 +137,6 @@ def test_too_often(play: Play) -> None:
     play(scene)
 
 
-@pytest.mark.parametrize(("name", "code"), [("nothing", "unknown_experiment"), ("only_recorded", "only_recorded")])
-def test_refused(play: Play, name: str, code: str) -> None:
-    """Invalid requests are refused before a run starts, and leave the worker idle."""
-
-    async def scene(desk: Desk) -> None:
-        with pytest.raises(RefusedError) as refused:
-            await desk.begin(name)
-        assert (refused.value.status, refused.value.failure.code) == (422, code)
-        await desk.begin("counting")
-        await desk.until_idle()
-
-    play(scene)
-
-
 def test_one_micro_batch_at_a_time(play: Play) -> None:
     """A run started paused waits before its first micro-batch; each command runs one; the last makes the step."""
 

@@ -169,26 +169,6 @@ def test_ring_drops_progress_first() -> None:
         ring.add("lines", "run", "one too many")
 
 
-def test_eight_streams() -> None:
-    """The ninth page is refused; after another one disconnects, there is room again."""
-
-    async def scene() -> None:
-        stream = Stream(FAST, zero)
-        pages = [Page(stream) for _ in range(8)]
-        for page in pages:
-            await page.until(lambda page: page.status == 200)
-        ninth = Page(stream)
-        await ninth.end()
-        assert ninth.status == 503
-        await pages[0].leave()
-        tenth = Page(stream)
-        await tenth.until(lambda page: page.status == 200)
-        for page in (*pages[1:], tenth):
-            await page.leave()
-
-    asyncio.run(scene())
-
-
 def test_good_bye() -> None:
     """A stopping server sends the remaining lines, then a close event, so that pages do not reconnect."""
 

@@ -1,7 +1,6 @@
 """The traces of the walk-through, compared with the files and with the programs' output."""
 
 import ast
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,17 +62,6 @@ def test_repeats_are_left_out_and_counted(program: TracedFile) -> None:
     assert found["skipped"] == [[6, 3]]
 
 
-@pytest.mark.slow
-def test_a_failed_program_is_reported(program: TracedFile) -> None:
-    """A program that raises gives no trace, and leaves this process untraced."""
-    before = sys.gettrace()
-    program.path.write_text("raise OSError", encoding="utf-8")
-    with pytest.raises(EOFError):
-        trace_program([program])
-
-    assert sys.gettrace() is before
-
-
 @pytest.fixture(scope="module")
 def walks() -> dict[str, Any]:
     """The traces on one rank, shared by all tests."""
@@ -130,11 +118,3 @@ def test_recorded_lines_are_those_of_the_files(name: str) -> None:
     )
     assert [path.read_text(encoding="utf-8") for path in paths] == [file["text"] for file in trace["files"]]
     assert all(line in statements(paths[file]) for file, line in zip(file_of, trace["lines"], strict=True))
-
-
-def test_every_program_of_the_ladder_is_recorded() -> None:
-    """The walk-through has all nine programs."""
-    names = {path.name for path in (ROOT / "examples" / "from_scratch").glob("0*.py")}
-
-    assert names <= set(recorded_traces())
-    assert len(names) == 9

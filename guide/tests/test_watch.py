@@ -12,13 +12,12 @@ import pytest
 
 from anybatch.cli.status import Status
 from anybatch.errors import UserError
-from anybatch_guide.watch import command, curve, sketch
-from anybatch_guide.watch.curve import CLIPPED, MAX_BUCKETS, SKIPPED, Curve, Step
+from anybatch_guide.watch import command, curve
+from anybatch_guide.watch.curve import CLIPPED, MAX_BUCKETS, NUM_PLACES, SKIPPED, Curve, Step, sketched
 from anybatch_guide.watch.fields import MAX_TEXT, shown
 from anybatch_guide.watch.lanes import lanes_of
 from anybatch_guide.watch.rank_log import SpanLines
 from anybatch_guide.watch.repeat import command_of
-from anybatch_guide.watch.sketch import NUM_PLACES, sketched
 from anybatch_guide.watch.verdict import compare
 from anybatch_guide.watch.watching import Watching, encoded
 from guide.tests.hostile_logs import hostile_logs, line, span, start, step
@@ -198,37 +197,9 @@ def test_a_log_is_read_as_it_grows(tmp_path: Path) -> None:
         assert pieces[name] == whole[name], name
 
 
-def test_another_log_in_its_place(tmp_path: Path) -> None:
-    """A log that is replaced by another one is read from its beginning, also if that one is longer."""
-    folder = written(tmp_path / "run", start() + step(0) + step(1, seconds=3.0))
-    watching = Watching([folder])
-    watching.read_all()
-    written(folder, start(seed=7) + b"".join(step(number, 5.0) for number in range(9)))
-    (view,) = watching.read_all()
-
-    assert view["facts"]["seed"] == 7
-    assert view["curves"]["loss"]["value"] == [5.0] * 9
-
-
-def test_only_changed_runs_are_returned(tmp_path: Path) -> None:
-    """A read returns the runs that have grown, and runs whose verdict changed because the reference grew."""
-    one, other = (written(tmp_path / name, start() + step(0)) for name in ("one", "other"))
-    watching = Watching([one, other])
-
-    assert watching.look().keys() == {0, 1}
-    assert watching.look().keys() == set()
-    with (other / "events.jsonl").open("ab") as file:
-        file.write(step(1, 2.0))
-    assert watching.look().keys() == {1}
-    with (one / "events.jsonl").open("ab") as file:
-        file.write(step(1, 3.0))
-    told = watching.look()
-    assert json.loads(told[1])["verdict"]["word"] == "drifted"
-
-
 def test_a_long_log_is_sketched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While most of a long log is unread, steps from the whole log are drawn, with their losses and times."""
-    monkeypatch.setattr(sketch, "_PLACE_BYTES", 2_000)
+    monkeypatch.setattr(curve, "_PLACE_BYTES", 2_000)
     log = written(tmp_path / "run", start() + b"".join(step(n, n / 7, 2.0 + n) for n in range(3_000))) / "events.jsonl"
     found = sketched(log, log.stat().st_size)
 

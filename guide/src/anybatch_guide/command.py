@@ -12,8 +12,7 @@ from typing import Final
 from anybatch.cli.command import Parser, integer, let_threads_sleep, output_file
 from anybatch.cli.status import Status
 from anybatch.errors import UserError
-from anybatch_guide.built import DIST
-from anybatch_guide.export import export_file, export_folder
+from anybatch_guide.export import DIST, export_file, export_folder
 
 _DESCRIPTION = (
     "Open the guide to gradient accumulation in a browser, with numbers from PyTorch, on this machine or in recorded "

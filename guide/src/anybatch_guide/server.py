@@ -22,8 +22,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from anybatch_guide.built import DIST, Asset, read_page, with_transport
 from anybatch_guide.door import Door, serve_app
+from anybatch_guide.export import DIST, Asset, read_page, with_transport
 from anybatch_guide.guard import Admission, App, Guard
 from anybatch_guide.limits import Limits
 from anybatch_guide.runs import Failure, RefusedError, Runs

@@ -153,29 +153,6 @@ def test_memory_runs_out(guide: Watched, kib: int, told: str, judged: str) -> No
     expect(part.locator(".judged")).to_contain_text(judged)
 
 
-def test_read_outs_are_those_of_one_run(guide: Watched) -> None:
-    """While a slider moves, and in a second tab, the page shows the current run, with its batch and name."""
-    page = guide.page
-    part = playground(
-        page, PlaygroundSetting(task="spirals", micro_batch_size=8, accumulation_steps=2, steps=900, seed=9)
-    )
-    button(part, "Train").click()
-    expect(steps(part)).to_have_text(re.compile(r"[1-9]\d*"))
-    part.get_by_role("slider", name="Micro-batch").press("End")
-    second = guide.context.new_page()
-    second.goto(page.url.split("#")[0])
-    come_to(second, "playground")
-    for tab in (page, second):
-        expect(tab.locator("#playground .which")).to_have_text("spirals 8 \u00d7 2, SGD (running)")
-        expect(tab.locator("#playground .batch strong")).to_have_text("16")
-        expect(tab.get_by_label("Run in progress")).to_contain_text("playground")
-    expect(part.locator(".next").first).to_contain_text("256 \u00d7 2 = 512")
-    second.close()
-    button(part, "Stop").click()
-    expect(button(part, "Train")).to_be_enabled()
-    expect(part.locator(".batch strong")).to_have_text("16")
-
-
 def test_a_figure_is_run_here(guide: Watched) -> None:
     """The figure shows live data, marked as such, and can return to the recording."""
     figure = come_to(guide.page, "mathematics").locator("figure", has_text="Try other splits and formats")

@@ -100,11 +100,6 @@ REACHED = """() => {
     window.reached = new Set();
     document.addEventListener('focusin', event => window.reached.add(event.target));
 }"""
-CUT_WORDS = """() => [...document.querySelectorAll('main svg text')].filter(text => {
-    if (!text.checkVisibility() || !text.textContent.trim()) return false;
-    const own = text.getBoundingClientRect(), room = text.ownerSVGElement.getBoundingClientRect();
-    return own.left < room.left - 1 || own.right > room.right + 1;
-}).map(text => `${text.closest('section, header').id}: ${text.textContent}`)"""
 MISSED = f"""main => [...main.querySelectorAll('{CONTROLS}')].filter(element => {{
     const group = element.type === 'radio' && main.querySelectorAll(`[name="${{element.name}}"]`);
     const reached = group ? [...group].some(one => window.reached.has(one)) : window.reached.has(element);
@@ -245,32 +240,6 @@ def test_scripts_add_no_words(browser: Browser, address: str) -> None:
         assert drawings
         assert (main.locator("figure svg").count(), main.locator("math").count()) == (drawings, equations)
         assert main.evaluate(WORDS).split() == words.split()
-
-
-@pytest.mark.parametrize("part", ["playground", "planner", "walk"])
-def test_a_link_arrives(browser: Browser, address: str, part: str) -> None:
-    """A link with settings scrolls to its part and opens the folds around it."""
-    with opened(browser, f"{address}#{part}?v=1&micro=4", **DESKTOP) as watched:
-        place = watched.page.locator(f"#{part}")
-        expect(place).to_be_in_viewport()
-        watched.page.wait_for_timeout(300)
-
-        assert -2 <= place.evaluate("part => part.getBoundingClientRect().top") <= 60
-        assert place.evaluate("part => part.tagName !== 'DETAILS' || part.open")
-
-
-@pytest.mark.parametrize("look", ["phone", "small"])
-def test_no_word_of_a_drawing_is_cut(pages: dict[str, Watched], look: str) -> None:
-    """All text in drawings is inside them on phones, and a misplaced word is detected."""
-    with looked_at(pages, look) as watched, unfolded(watched.page):
-        page = watched.page
-
-        assert page.evaluate(CUT_WORDS) == []
-        word = page.locator("main .surface text").first
-        place = word.get_attribute("x") or ""
-        word.evaluate("word => word.setAttribute('x', 9999)")
-        assert len(page.evaluate(CUT_WORDS)) == 1
-        word.evaluate("(word, place) => word.setAttribute('x', place)", place)
 
 
 @pytest.mark.parametrize("look", ["light", "phone", "small"])

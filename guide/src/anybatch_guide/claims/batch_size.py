@@ -1,4 +1,4 @@
-"""Measurements of claims about batch size: the effect of a larger batch, by samples and by steps."""
+"""Common claims about batch size, and their measurements."""
 
 import math
 import statistics
@@ -6,7 +6,8 @@ import time
 from dataclasses import replace
 from typing import NamedTuple
 
-from anybatch_guide.claims.claim import Numbers
+from anybatch_guide.claims import rules
+from anybatch_guide.claims.claim import Claim, Number, Numbers
 from anybatch_guide.claims.measuring import emit_progress
 from anybatch_guide.claims.rules import RULES
 from anybatch_guide.experiment import Emit
@@ -88,9 +89,9 @@ def one_rule(emit: Emit) -> Numbers:
     worst_ratios = {}
     for name, grid in GRIDS.items():
         study = RateStudy(grid, emit)
-        rules = rules_of(noise_scale_of(study.best(grid.sizes[0])))
+        by_rule = rules_of(noise_scale_of(study.best(grid.sizes[0])))
         for rule in RULES:
-            worst = max(study.against_tuned(rules[rule], size) for size in grid.sizes[1:])
+            worst = max(study.against_tuned(by_rule[rule], size) for size in grid.sizes[1:])
             worst_ratios[f"{rule}_{name.replace(', ', '_').lower()}"] = worst
     return worst_ratios
 
@@ -126,3 +127,170 @@ def sharp(emit: Emit) -> Numbers:
         numbers[f"eigenvalue_{name}"] = statistics.fmean(end["eigenvalue"] for end in ends)
         numbers[f"accuracy_{name}"] = 100 * statistics.fmean(end["accuracy"] for end in ends)
     return numbers
+
+
+_RULES = {"none": "unchanged rate", "linear": "linear", "sqrt": "square root", "gain": "noise gain"}
+_CASES = {"digits_sgd": "digits, SGD", "digits_adamw": "digits, AdamW", "text_sgd": "text, SGD"}
+
+BATCH_SIZE_CLAIMS = (
+    Claim(
+        name="larger_batch",
+        side="batch_size",
+        title="A larger batch",
+        statement="Training is faster with a larger batch.",
+        how=(
+            "SGD trains a small network on digits until the held-out loss is 0.3, with the best of three learning "
+            "rates for each batch size; means over two seeds. Time is CPU time on one thread."
+        ),
+        measure=larger_batch,
+        numbers={
+            **{f"steps_{size}": Number(f"steps, batches of {size}") for size in (16, 64, 256)},
+            **{f"samples_{size}": Number(f"samples, batches of {size}") for size in (16, 64, 256)},
+            **{f"time_{size}": Number(f"time, batches of {size} / 16", "x", noisy=True) for size in (64, 256)},
+            "time_accumulated": Number("time, batches of 16 x 16 / 16", "x", noisy=True),
+        },
+        rule=rules.larger_batch,
+        rule_in_words=(
+            "False: a larger batch does not need fewer steps. True: it needs at most 1.1 times the samples of the "
+            "smallest one. True only if: otherwise."
+        ),
+        texts={
+            "true": "Batches of 256 need {steps_256} steps instead of {steps_16}, and no more samples.",
+            "only_if": (
+                "From batches of 16 to 64 and 256, the steps fall from {steps_16} to {steps_64} and {steps_256}, but "
+                "the samples rise from {samples_16} to {samples_64} and {samples_256}. So training is faster only if a "
+                "sample costs less in a larger batch: on more devices, or if the fixed cost of a step or micro-batch "
+                "is high, as with this small network on one thread. In one pass, batches of 64 take {time_64} the "
+                "time, and batches of 256 {time_256}. In micro-batches of 16, batches of 256 take {time_accumulated}."
+            ),
+            "false": "Batches of 256 need {steps_256} steps, and batches of 16 need {steps_16}.",
+        },
+        seconds=25,
+        tolerance=0.1,
+    ),
+    Claim(
+        name="one_rule",
+        side="batch_size",
+        title="One rule",
+        statement="One rule scales the learning rate to any batch size.",
+        how=(
+            "Each rule scales the best learning rate of the smallest batch to batches up to 64 times as large. The "
+            "number is the held-out loss / the loss with the best rate. Digits with SGD and AdamW, text with SGD."
+        ),
+        measure=one_rule,
+        numbers={
+            f"{rule}_{case}": Number(f"{words}, {where}: worst case", "x")
+            for case, where in _CASES.items()
+            for rule, words in _RULES.items()
+        },
+        rule=rules.one_rule,
+        rule_in_words=(
+            "True: the unchanged rate, linear scaling or square-root scaling is within 1.25 times the best loss in all "
+            "three cases. True only if: none of them is, but the noise gain is. False: otherwise."
+        ),
+        texts={
+            "true": (
+                "In the worst case, the loss with linear scaling is {linear_digits_sgd}, {linear_digits_adamw} and "
+                "{linear_text_sgd} the loss with the best rate. With square-root scaling it is {sqrt_digits_sgd}, "
+                "{sqrt_digits_adamw} and {sqrt_text_sgd}."
+            ),
+            "only_if": (
+                "Only if the rule uses more than the batch sizes. The following numbers are for digits with SGD, "
+                "digits with AdamW, and text with SGD. In the worst case, the loss with linear scaling is "
+                "{linear_digits_sgd}, {linear_digits_adamw} and {linear_text_sgd} the loss with the best rate. With "
+                "square-root scaling it is {sqrt_digits_sgd}, {sqrt_digits_adamw} and {sqrt_text_sgd}, and with an "
+                "unchanged rate {none_digits_sgd}, {none_digits_adamw} and {none_text_sgd}. With the noise gain, "
+                "measured in the middle of a run, it is {gain_digits_sgd}, {gain_digits_adamw} and {gain_text_sgd}; "
+                "but this rule also fails at some sizes of the larger study."
+            ),
+            "false": (
+                "Every rule fails in some case. In the worst case, the loss with linear scaling is "
+                "{linear_digits_sgd}, {linear_digits_adamw} and {linear_text_sgd} the loss with the best rate. With "
+                "square-root scaling it is {sqrt_digits_sgd}, {sqrt_digits_adamw} and {sqrt_text_sgd}, with an "
+                "unchanged rate {none_digits_sgd}, {none_digits_adamw} and {none_text_sgd}, and with the noise gain "
+                "{gain_digits_sgd}, {gain_digits_adamw} and {gain_text_sgd}."
+            ),
+        },
+        seconds=150,
+        tolerance=0.1,
+        runs_here=False,
+    ),
+    Claim(
+        name="less_noise",
+        side="batch_size",
+        title="Less noise",
+        statement="A larger batch has less gradient noise, so training converges better.",
+        how=(
+            "Variance of the gradients of 16 and of 128 digits; held-out losses after four epochs of both, and after "
+            "equally many steps, each with the best of three rates; means over two seeds."
+        ),
+        measure=less_noise,
+        numbers={
+            "noise_ratio": Number("variance with 128 / expected (1/8 of the variance with 16)", "x"),
+            "loss_small": Number("held-out loss, batches of 16"),
+            "loss_same_samples": Number("held-out loss, batches of 128, same samples"),
+            "loss_same_steps": Number("held-out loss, batches of 128, same steps"),
+        },
+        rule=rules.less_noise,
+        rule_in_words=(
+            "False: the variance is more than 1.25 times the expected one, or the loss after the same number of steps "
+            "is not lower. True: it is also lower after the same number of samples. True only if: otherwise."
+        ),
+        texts={
+            "true": "After the same number of samples, the loss is {loss_same_samples} instead of {loss_small}.",
+            "only_if": (
+                "There is less noise: the variance is {noise_ratio} the expected eighth. But convergence is better "
+                "only by steps. After the same number of steps, with eight times the samples, the held-out loss is "
+                "{loss_same_steps} instead of {loss_small}. After the same number of samples it is "
+                "{loss_same_samples}."
+            ),
+            "false": "The variance is {noise_ratio} the expected one, the loss {loss_same_steps}, not {loss_small}.",
+        },
+        seconds=30,
+        tolerance=0.1,
+    ),
+    Claim(
+        name="sharp",
+        side="batch_size",
+        title="Sharp minima",
+        statement="Larger batches converge to sharp minima, which generalise worse.",
+        how=(
+            "The largest eigenvalue of the Hessian over all training digits, and the held-out accuracy, after SGD with "
+            "batches of 16 and 256; means over two seeds."
+        ),
+        measure=sharp,
+        numbers={
+            f"{number}_{way}": Number(f"{words}, {what}", unit)
+            for way, what in {
+                "base": "batches of 16",
+                "same_rate": "256 at the same rate",
+                "scaled_rate": "256 at the scaled rate",
+                "scaled_rate_same_steps": "256 at the scaled rate, same number of steps",
+            }.items()
+            for number, words, unit in (("eigenvalue", "largest eigenvalue", ""), ("accuracy", "accuracy", "%"))
+        },
+        rule=rules.sharp,
+        rule_in_words=(
+            "True: the eigenvalue is more than 1.25 times as large at the same rate, at the scaled rate, and after the "
+            "same number of steps. False: it is not even at the same rate. True only if: otherwise."
+        ),
+        texts={
+            "true": (
+                "The eigenvalue rises from {eigenvalue_base} to {eigenvalue_same_rate} at the same rate, to "
+                "{eigenvalue_scaled_rate} at the scaled rate, and to {eigenvalue_scaled_rate_same_steps} after the "
+                "same number of steps."
+            ),
+            "only_if": (
+                "Only if the large-batch run has made less progress: at the same rate, the eigenvalue changes from "
+                "{eigenvalue_base} to {eigenvalue_same_rate}, and the accuracy from {accuracy_base} to "
+                "{accuracy_same_rate}. At the scaled rate it is {eigenvalue_scaled_rate} ({accuracy_scaled_rate}). "
+                "After the same number of steps, on more samples, it is {eigenvalue_scaled_rate_same_steps} "
+                "({accuracy_scaled_rate_same_steps}). It depends on the learning rate and the progress of a run more "
+                "than on the batch size."
+            ),
+            "false": "At the same rate the eigenvalue changes from {eigenvalue_base} to {eigenvalue_same_rate}.",
+        },
+        seconds=45,
+        tolerance=0.1,
+    ),
+)

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from anybatch_guide.claims import costs, equality, learning, rules
-from anybatch_guide.claims.batch_size_claims import BATCH_SIZE_CLAIMS
+from anybatch_guide.claims.batch_size import BATCH_SIZE_CLAIMS
 from anybatch_guide.claims.claim import Claim, Number
-from anybatch_guide.claims.device_claims import DEVICE_CLAIMS
+from anybatch_guide.claims.devices import DEVICE_CLAIMS
 
 _ERROR = "relative error of the gradient"
 

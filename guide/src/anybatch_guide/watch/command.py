@@ -10,8 +10,8 @@ from typing import Final
 from anybatch.cli.command import RUNS, Parser, output_file
 from anybatch.cli.status import Status
 from anybatch.errors import UserError
-from anybatch_guide.built import DIST, Asset, read_page
 from anybatch_guide.command import open_browser, port
+from anybatch_guide.export import DIST, Asset, read_page
 from anybatch_guide.watch.watching import Watching, encoded
 
 PAGE: Final = DIST / "watch"

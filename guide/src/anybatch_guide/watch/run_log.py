@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from anybatch.errors import UserError
+from anybatch_guide.watch.curve import MIN_BYTES, sketched
 from anybatch_guide.watch.fields import shown
 from anybatch_guide.watch.lanes import lanes_of
 from anybatch_guide.watch.rank_log import RankLog, memory_of
 from anybatch_guide.watch.repeat import command_of
-from anybatch_guide.watch.sketch import MIN_BYTES, sketched
 from anybatch_guide.watch.verdict import Verdict
 
 LOG_NAME: Final = "events.jsonl"

@@ -11,8 +11,8 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from anybatch_guide.built import Asset
 from anybatch_guide.door import Door, serve_app
+from anybatch_guide.export import Asset
 from anybatch_guide.guard import Admission, Answer, App, Guard, Receive, Scope, Send
 from anybatch_guide.limits import Limits
 from anybatch_guide.server import serve_files, tell_http_error
