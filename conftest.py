@@ -39,14 +39,17 @@ IMPORTED_ON_RANKS = (
     "pytest",
 )
 LONG_FILES = (
-    *("guide/tests/browser/test_whole_page.py", "tests/cli/test_processes.py"),
-    *("guide/tests/browser/test_live_page.py", "tests/diagnostics/test_check_loop.py"),
-    *("tests/engine/test_oom_retry.py", "tests/cli/test_hosts.py", "tests/engine/test_compatibility.py"),
-    *("tests/parallel/test_fsdp.py", "tests/engine/test_two_pass.py", "tests/parallel/test_model_groups.py"),
-    *("guide/tests/test_planner.py", "tests/planner/test_sharded_plan.py", "tests/recipes/test_planning.py"),
-    *("guide/tests/test_runs.py", "guide/tests/browser/test_answered_list.py", "guide/tests/test_tracing.py"),
+    *("tests/parallel/test_fsdp.py", "tests/diagnostics/test_check_loop.py", "tests/engine/test_oom_retry.py"),
+    *("tests/engine/test_two_pass.py", "tests/planner/test_sharded_plan.py", "tests/cli/test_local_ranks.py"),
+    *("tests/engine/test_exactness.py", "tests/recipes/test_planning.py", "guide/tests/test_playground_ranks.py"),
 )
 """The slowest test files: they start first, so that none runs alone at the end."""
+DRAWN_FILES = (
+    *("tests/engine/test_compatibility.py", "tests/cli/test_hosts.py", "tests/cli/test_processes.py"),
+    *("guide/tests/browser/test_whole_page.py", "guide/tests/browser/test_live_page.py"),
+    *("guide/tests/browser/test_later_parts.py", "guide/tests/browser/test_answered_list.py"),
+)
+"""Files whose tests take longest and fail most rarely: marked `published`, so CI runs a part of them, by the commit."""
 
 
 class TorchRandom:
@@ -93,7 +96,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests that need ranks, before tests are selected by markers; browser tests are slow."""
+    """Mark tests before they are selected by markers: those that need ranks or a browser, and those of DRAWN_FILES."""
     part, seed = config.getoption("draw"), config.getoption("seed")
     # Each test separately, so that all processes draw the same.
     items[:] = [item for item in items if random.Random(f"{seed} {item.nodeid}").random() < part]
@@ -105,6 +108,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("ranks")
         if names & SLOW_FIXTURES:
             item.add_marker("slow")
+        if item.nodeid.partition("::")[0] in DRAWN_FILES:
+            item.add_marker("published")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -5,7 +5,7 @@ setup    create .venv and install anybatch and its guide into it, editable, with
 train    train the digits recipe at effective batch size 256; passes arguments on: python make.py train text
 guide    open the guide in a browser; passes arguments on: python make.py guide --no-browser
 test     run the tests, up to four files in parallel; with pytest arguments, in one process: make.py test -k accumulate
-test-published  recreate the outputs in pages, recordings and documents, and compare; --draw 0.3 draws some, by --seed
+test-published  recreate the outputs in pages and documents, and run the longest tests; --draw 0.3 draws some, by --seed
 test-fast  run the tests without ranks that take less than a quarter of a second each, in about a minute
 gpu      run the benchmarks for a GPU, in nine minutes: docs/gpu.md; passes arguments on: make.py gpu --device cpu
 matrix   run the fast and the exactness tests on every supported and installable torch and Python
@@ -117,7 +117,7 @@ def run_tests(arguments: Sequence[str]) -> int:
 
 
 def run_published_tests(arguments: Sequence[str]) -> int:
-    """Recreate the outputs in pages, recordings and documents, and compare; takes pytest arguments: `--draw 0.3`."""
+    """Recreate the outputs in pages and documents, and run the longest tests; takes pytest arguments: `--draw 0.3`."""
     setup()
     keep_what_is_compiled()
     return run([venv_program("python"), "-m", "pytest", *side_by_side(), "-m", "published", *arguments])
