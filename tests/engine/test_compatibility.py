@@ -1,7 +1,6 @@
 """Run every cell of the composition table: exact cells equal plain torch, refused cells raise an error.
 
-`make test` runs all refused cells, all cells with a sharding strategy, and a quarter of the others;
-`make test-published` runs the rest.
+`make test-published` runs them, and CI a part of them for each commit.
 """
 
 import re
@@ -31,7 +30,6 @@ from tests.engine.compatibility_cases import (
 )
 from tests.ranks_fixture import Ranks, selected
 
-SHARDING = frozenset({Feature.ZERO1, Feature.FSDP})
 RUNS_AT_ONCE = 50
 """Few enough for ranks to answer in time on a busy machine."""
 Outcome = Found | str
@@ -90,20 +88,11 @@ def is_wrong(pair: Pair, found: Sequence[Outcome]) -> bool:
 def pairs_with(*verdicts: Verdict) -> pytest.MarkDecorator:
     """Parametrize a test over the cells with these verdicts."""
     chosen = [
-        pytest.param(
-            pair,
-            id="-".join(feature.name.lower() for feature in pair),
-            marks=() if number % 4 == 0 or is_in_every_run(pair) else pytest.mark.published,
-        )
-        for number, pair in enumerate(pairs(Feature))
+        pytest.param(pair, id="-".join(feature.name.lower() for feature in pair))
+        for pair in pairs(Feature)
         if cell(*pair).verdict in verdicts
     ]
     return pytest.mark.parametrize("pair", chosen)
-
-
-def is_in_every_run(pair: Pair) -> bool:
-    """Whether `make test` always runs a cell."""
-    return cell(*pair).verdict is Verdict.REFUSED or not SHARDING.isdisjoint(pair)
 
 
 def found_for(pair: Pair, outcomes: Outcomes) -> list[Found]:
