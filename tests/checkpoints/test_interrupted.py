@@ -161,19 +161,6 @@ def test_power_lost_after_a_save(prepare: Callable[[Path], Path], act: Act, tmp_
 
 
 @CASES
-def test_the_next_save_clears_up(act: Act) -> None:
-    """After a kill at any point, the next save succeeds, removes leftovers and keeps the right checkpoints."""
-    for folder, disk in faults(act, crash):
-        with pytest.raises(Crash):
-            act(folder, disk=disk)
-        save(folder, 9, state_of(3), disk=FaultyDisk())
-
-        assert newest(folder) == NEXT
-        assert len(list(folder.iterdir())) == len(list_checkpoints(folder)) <= 2
-        assert [path.suffix for path in folder.iterdir()] == [""] * len(list_checkpoints(folder))
-
-
-@CASES
 @pytest.mark.parametrize("lasting", [False, True])
 @pytest.mark.slow
 def test_an_error_at_any_operation(act: Act, *, lasting: bool) -> None:
@@ -199,17 +186,6 @@ def test_an_error_at_any_operation(act: Act, *, lasting: bool) -> None:
             save(folder, 9, state_of(3), disk=FaultyDisk())
             assert newest(folder) == NEXT
             assert sorted(folder.iterdir()) == list(list_checkpoints(folder))
-
-
-def test_what_could_not_be_removed_is_said(tmp_path: Path) -> None:
-    """If an older checkpoint cannot be removed, saving succeeds with a warning that names it."""
-    last = len(operations_of(save_and_remove)) - 1
-    disk = FaultyDisk(last, failing(errno.ENOTEMPTY))
-
-    saved = save(prepared(tmp_path), 7, state_of(2), keep_last=1, disk=disk)
-
-    (warning,) = saved.warnings
-    assert "step-00000005, which is not needed any more: [Errno 39] Directory not empty" in warning
 
 
 @CASES

@@ -92,18 +92,6 @@ def test_parts_are_loaded_as_the_whole(tmp_path: Path) -> None:
             assert torch.equal(stored["wide"].read((start, 1), (1, 2)), state["wide"][start : start + 1, 1:])
 
 
-def test_each_part_is_written_once(tmp_path: Path) -> None:
-    """The files of all processes together have each number once, in roughly equal parts."""
-    state = whole_state()
-    state["many"] = [torch.full((1000,), float(number)) for number in range(9)]
-    path = save_together(tmp_path, state, disk=FaultyDisk())
-    sizes = [file.stat().st_size for file in sorted(path.glob("*.safetensors"))]
-    names = ["digests.json", "state.json", *(f"tensors-0000{n}-of-00003.safetensors" for n in (1, 2, 3))]
-
-    assert sorted(file.name for file in path.iterdir()) == names
-    assert max(sizes) < 1.1 * min(sizes)
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_reads_the_parts(tmp_path: Path) -> None:
     """`torch.distributed.checkpoint` can read the tensors of a checkpoint in parts."""
@@ -158,26 +146,6 @@ def test_a_damaged_part_is_damage(damage: Callable[[Path], Any], error: type[Che
 
     with pytest.raises(error):
         load(path)
-
-
-def test_notes_of_threads_are_no_part_of_the_checkpoint(tmp_path: Path) -> None:
-    """Reports of threads in the folder are read when all have finished; an error is passed on unchanged."""
-    state = whole_state(4)
-    for reason in ("", "no room"):
-        shares = begun(tmp_path, state, disk=FaultyDisk())
-        for share in shares:
-            share.stage()
-        for share in shares[:-1]:
-            share.leave(share.write())
-        assert shares[0].left() is None
-        shares[-1].leave(None if reason else shares[-1].write(), reason)
-        if reason:
-            with pytest.raises(CheckpointError, match="process 2 failed: no room"):
-                shares[0].left()
-        else:
-            path = shares[0].finish(shares[0].left() or []).path
-            assert len(list(path.iterdir())) == 2 + NUM_PROCESSES
-            assert exactly(load(path)) == exactly(whole_state(4))
 
 
 def _row(begin: int, stop: int) -> HeldPart:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from anybatch.checkpoints import list_checkpoints, load, load_latest, save
-from anybatch.errors import CheckpointError, NotACheckpointError, UserError
+from anybatch.errors import CheckpointError, NotACheckpointError
 from tests.checkpoints.exactly import exactly
 from tests.checkpoints.faulty_disk import FaultyDisk, state_of
 from tests.faults import sees
@@ -78,37 +78,6 @@ def test_the_former_one_of_a_step_is_a_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 3, state_of(3), keep_last=3)
     assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
     assert exactly(load(tmp_path / "step-00000002")) == exactly(state_of(2))
-
-
-def test_what_a_user_put_into_a_checkpoint_goes_with_it(tmp_path: Path) -> None:
-    """A checkpoint is removed with the folders and links that a user added, but not the targets of links."""
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "kept.txt").touch()
-    folder = tmp_path / "checkpoints"
-    path = save(folder, 1, state_of(1)).path
-    (path / "inner").mkdir()
-    (path / "inner" / "file").touch()
-    (path / "link").symlink_to(tmp_path / "notes")
-    saved = save(folder, 2, state_of(2), keep_last=1)
-
-    assert load_latest(folder).path == saved.path
-    assert names(folder) == ["step-00000002"]
-    assert names(tmp_path / "notes") == ["kept.txt"]
-
-
-def test_a_copied_checkpoint_is_loaded_from_anywhere(tmp_path: Path) -> None:
-    """A checkpoint can be loaded under another name and from another folder."""
-    path = save(tmp_path / "run" / "checkpoints", 7, state_of(1)).path.rename(tmp_path / "best")
-
-    assert exactly(load(str(path))) == exactly(state_of(1))
-
-
-@pytest.mark.parametrize("step", [-1, 1.0, True, "1"])
-def test_a_step_is_a_count(step: object, tmp_path: Path) -> None:
-    """A step that is not a count raises with its value, and nothing is written."""
-    with pytest.raises(UserError):
-        save(tmp_path / "a", step, {})  # type: ignore[arg-type]  # on purpose
-    assert not (tmp_path / "a").exists()
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:

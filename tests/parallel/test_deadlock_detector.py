@@ -54,12 +54,3 @@ def test_all_wait_in_one_call_for_different_messages() -> None:
         assert other.poll(7, "rank 1 called step") == []
     assert one.poll(7, "rank 0 called step") == []
     assert other.poll(7, "rank 1 called step") == ["rank 0 called step", "rank 1 called step"]
-
-
-def test_some_wait_in_one_call_for_different_messages() -> None:
-    """Two ranks in different messages of one call may be waiting for a late third one."""
-    one, other = waiting("engine", 0, 3), DeadlockDetector("engine", 1, 3)
-    other.begin_wait(in_control_group=False)
-    for _ in range(9):
-        assert one.poll(7, "rank 0 called step") == []
-        assert other.poll(7, "rank 1 called step") == []

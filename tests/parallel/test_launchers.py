@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from anybatch.errors import WorldError
-from anybatch.parallel.launchers import Launch, find_launch, is_restarted, launch_id, listen_at_loopback
+from anybatch.parallel.launchers import Launch, find_launch, launch_id, listen_at_loopback
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SRUN = {
@@ -95,15 +95,6 @@ def test_name_of_a_launch(values: dict[str, str], name: str | None, variables: p
     """A job has the name given by its launcher; torchrun's "none" means no name."""
     given(variables, values)
     assert launch_id() == name
-
-
-@pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
-def test_restarts(name: str, variables: pytest.MonkeyPatch) -> None:
-    """A restart count of the launcher above 0 means that this is a restart."""
-    variables.setenv(name, "0")
-    assert not is_restarted()
-    variables.setenv(name, "1")
-    assert is_restarted()
 
 
 def test_gloo_is_sent_to_loopback(variables: pytest.MonkeyPatch) -> None:

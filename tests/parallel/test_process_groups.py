@@ -30,11 +30,6 @@ def test_an_exception_under_ddp_ends_all_ranks_with_status_1(tmp_path: Path) -> 
     assert [status for status, _ in ended] == [1, 1]
 
 
-def test_ranks_end_worlds_at_different_times(three_ranks: Ranks) -> None:
-    """A rank that has its result may end the group immediately; slower ranks still get theirs."""
-    assert three_ranks.run(ranks_do.ended_at_different_times) == [True] * 3
-
-
 def test_closing_does_not_wait_for_other_ranks(two_ranks: Ranks) -> None:
     """A pending sum that another rank never joins does not block `close`."""
     for before, after in two_ranks.run(ranks_do.closed_with_a_sum_under_way):

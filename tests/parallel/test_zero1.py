@@ -4,15 +4,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import strategies
 from torch import nn
 
 import anybatch as ab
 from anybatch.optimizers import CombinedOptimizer
-from anybatch.parallel.zero1 import owners
 from anybatch.testing import relative_error
 from tests.engine.cases import InMemory, vectors
 from tests.faults import sees
@@ -163,16 +160,3 @@ def test_a_checkpoint_is_the_same_under_any_strategy(two_ranks: Ranks, tmp_path:
     """Checkpoints move between zero1, all_reduce and fsdp without a difference."""
     for errors in two_ranks.run(resumed, str(tmp_path)):
         assert max(errors) <= 1e-14
-
-
-@hypothesis.given(
-    sizes=strategies.lists(strategies.integers(0, 1000), max_size=30), num_ranks=strategies.integers(1, 9)
-)
-def test_every_parameter_has_one_owner(sizes: list[int], num_ranks: int) -> None:
-    """Each parameter has one owner, and no rank exceeds an even part by more than one parameter."""
-    found = owners(sizes, num_ranks)
-
-    assert len(found) == len(sizes)
-    held = [sum(size for size, owner in zip(sizes, found, strict=True) if owner == rank) for rank in range(num_ranks)]
-    assert sum(held) == sum(sizes)
-    assert max(held) <= sum(sizes) / num_ranks + max(sizes, default=0)

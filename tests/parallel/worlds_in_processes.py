@@ -1,7 +1,6 @@
 """Functions that ranks run in the tests of process groups: create, close, drop and recreate worlds."""
 
 import gc
-import multiprocessing
 import os
 import socket
 import subprocess
@@ -20,11 +19,12 @@ from torch import nn
 import anybatch as ab
 from anybatch.errors import RankFailedError, WorldError
 from anybatch.parallel.control import _destroy as destroy_group
+from anybatch.parallel.launchers import rank_context
+from anybatch.testing.ranks import PRELOADED
 from tests.architecture.leak_police import Holdings, holdings, settled
 from tests.architecture.source_tree import PACKAGE, ROOT
 
 NUM_ENGINES = 10
-NUM_ROUNDS = 8
 LATEST_END_SECONDS = 600.0
 LATER_JOIN_SECONDS = 20.0  # stale addresses fail after this time; the default is ten minutes
 
@@ -86,25 +86,6 @@ def around_ten(use: Callable[[], ab.Engine | None]) -> tuple[Holdings, Holdings]
     after = settled(before)
     assert len(kept) == NUM_ENGINES
     return before, after
-
-
-def ended_at_different_times() -> bool:
-    """Run on every rank: end the world right after the result, alternately first and last."""
-    for number in range(NUM_ROUNDS):
-        world = ab.World.from_environment(device="cpu")
-        expected = [[float(rank)] for rank in range(world.size)]
-        assert world.gather_numbers([float(world.rank)]) == expected
-        total = torch.full((1000,), float(world.rank + 1), dtype=torch.float64)
-        started = world.start_sum(total)
-        assert started is not None
-        if (number + world.rank) % 2:
-            torch.randn(300, 300) @ torch.randn(300, 300)  # this rank is late
-        started.wait()
-        if number % 4 < 2:
-            world.close()
-        del world, started
-        assert total.tolist() == [float(sum(range(len(expected) + 1)))] * 1000
-    return True
 
 
 def closed_with_a_sum_under_way() -> tuple[Holdings, Holdings]:
@@ -213,7 +194,7 @@ def _sgd(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 def by_launcher(function: Callable[..., Any], variables: dict[str, str], world_size: int) -> list[Any]:
     """Run a function (variables, rank) in new processes that read their rank from a launcher's variables."""
-    context = multiprocessing.get_context("spawn")
+    context = rank_context(*PRELOADED)
     with ProcessPoolExecutor(world_size, mp_context=context) as processes:
         return list(processes.map(function, [variables] * world_size, range(world_size)))
 
