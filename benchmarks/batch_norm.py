@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import anybatch as ab
 from anybatch.norms import Exact, Ghost, replaced
-from anybatch.norms.host_store import _HostCopy
+from anybatch.norms.exact import _HostCopy
 from anybatch.testing import RankPool, relative_error
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the network comes from the tests

@@ -1,11 +1,11 @@
 """Control messages of a step on 2 to 64 ranks, and their time: around a ring, and in rounds.
 
 Gloo's own sum and gather go around a ring, as the control plane once did; its rounds are the messages of
-core/message_rounds.py. Both alternate in one run. Three tables. Of ranks on this machine: the control group's messages
+core/collectives.py. Both alternate in one run. Three tables. Of ranks on this machine: the control group's messages
 in a step, with a loss that counts samples and with one whose counts need the data; seconds of a sum, of a gather and of
 a step of a tiny model. All ranks share the cores, so these seconds are processor time, in proportion to
 all ranks' messages. Of hosts that are network namespaces with 5 ms between them: seconds of both, against the formulas
-of core/collective_times.py. And the model at 1,000 ranks, each with one core.
+of core/collectives.py. And the model at 1,000 ranks, each with one core.
 
     python benchmarks/control_plane.py [--ranks 2 8 32 64] [--hosts 4 8 16] [--out benchmarks/results/NAME.md]
 """
@@ -29,8 +29,7 @@ from several_hosts import environment
 from torch import nn
 
 import anybatch as ab
-from anybatch.core.collective_times import Link, bruck_all_gather, doubling_all_reduce, gloo_all_reduce
-from anybatch.core.message_rounds import sum_rounds
+from anybatch.core.collectives import Link, bruck_all_gather, doubling_all_reduce, gloo_all_reduce, sum_rounds
 from anybatch.parallel.control import ControlGroup, PendingMessage, _sum
 from anybatch.parallel.world import World
 from anybatch.planner.forecast.forecast import ControlMessages

@@ -4,7 +4,7 @@ Two hosts, and in some settings three, which are network namespaces of this mach
 run the same engine with one rank each, under `all_reduce`. Steps of a single rank alternate with steps of all, in the
 same processes, so that other programs slow both equally. The forecast uses the single rank's times, the gradient's
 bytes and the link: as configured, and with the measured latency of a message and its answer. Gloo sums around a ring
-in segments (`gloo_all_reduce` of core/collective_times.py), so that formula is compared.
+in segments (`gloo_all_reduce` of core/collectives.py), so that formula is compared.
 
     python benchmarks/forecast_error.py [--rounds 7] [--out benchmarks/results/NAME.md]
 """
@@ -27,8 +27,8 @@ from several_hosts import environment, round_trip
 from torch import nn
 
 import anybatch as ab
-from anybatch.core.collective_times import Link
-from anybatch.core.size_choice import SecondsFit
+from anybatch.core.collectives import Link
+from anybatch.core.geometry import SecondsFit
 from anybatch.parallel.all_reduce import AllReduce
 from anybatch.parallel.world import World
 from anybatch.planner.forecast.forecast import forecast

@@ -51,7 +51,7 @@ def on_one_device(name: str) -> str:
     """Plan without sharding, in bfloat16 under autocast; return the largest micro-batch that fits."""
     import llama  # noqa: PLC0415 (the parent process needs no torch)
 
-    from anybatch.core.headroom import HEADROOM  # noqa: PLC0415
+    from anybatch.core.units import HEADROOM  # noqa: PLC0415
     from anybatch.planner.envelopes import find_envelopes  # noqa: PLC0415
 
     usable = int(DEVICE_BYTES * (1.0 - HEADROOM))

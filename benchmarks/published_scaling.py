@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import report
 
-from anybatch.core.collective_times import Link
-from anybatch.core.size_choice import SecondsFit
+from anybatch.core.collectives import Link
+from anybatch.core.geometry import SecondsFit
 from anybatch.planner.forecast.forecast import forecast
 from anybatch.planner.forecast.workload import Cluster, Workload
 

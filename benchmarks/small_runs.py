@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.core.loss import Loss
 from anybatch.core.schedules import Cosine, WarmUp, attach_schedule, join_schedules, steps_of_samples
-from anybatch.data.order import sample_order
+from anybatch.data.options import sample_order
 from anybatch.errors import NonFiniteError
 from anybatch.recipes import digits, text
 

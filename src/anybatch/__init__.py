@@ -24,8 +24,7 @@ if typing.TYPE_CHECKING:
         sum_over_samples,
         tokens,
     )
-    from anybatch.core.records import Observer
-    from anybatch.core.reports import StepReport
+    from anybatch.core.records import Observer, StepReport
     from anybatch.core.run_config import RunConfig
     from anybatch.core.splitting import BatchPlan
     from anybatch.core.token_budget import token_budget
@@ -81,7 +80,7 @@ _HOMES: collections.abc.Mapping[str, str] = types.MappingProxyType(
         "Observer": "anybatch.core.records",
         "RunConfig": "anybatch.core.run_config",
         "Shards": "anybatch.data",
-        "StepReport": "anybatch.core.reports",
+        "StepReport": "anybatch.core.records",
         "World": "anybatch.parallel.world",
         "advise": "anybatch.diagnostics.advising.advise",
         "batches": "anybatch.data",

@@ -1,8 +1,8 @@
 """Learning rates that fit the effective batch size: scaling, warm-up, schedules, and batches that grow."""
 
-from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.learning_rate import AdaScale, ScaledRate, scale_optimizer, scale_rate
 from anybatch.core.schedules import (
+    BatchRamp,
     Constant,
     Cosine,
     LinearDecay,

@@ -16,8 +16,8 @@ from anybatch.cli import launch as launching
 from anybatch.cli.main import VERBS, function_of, main
 from anybatch.cli.status import Status
 from anybatch.cli.train import HINTS, OWN_OPTIONS, TrainRequest, explain_unknown, read
-from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.run_config import RunConfig
+from anybatch.core.schedules import BatchRamp
 from tests.architecture.source_tree import ROOT
 from tests.cli.small import SPEC, logged
 

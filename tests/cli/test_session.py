@@ -15,9 +15,9 @@ from torch import Tensor
 
 import anybatch as ab
 from anybatch.checkpoints import list_checkpoints
-from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.records import Record
 from anybatch.core.run_config import RunConfig
+from anybatch.core.schedules import BatchRamp
 from anybatch.errors import BatchSizeError, CheckpointError, DataError, MissingCheckpointError, UserError
 from anybatch.parallel.world import World
 from anybatch.recipes.run_folder import RunFolder

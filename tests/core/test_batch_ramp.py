@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.core.batch_ramp import BatchRamp, Stage, sizes_of
-from anybatch.core.schedules import steps_of_samples
+from anybatch.core.schedules import BatchRamp, Stage, sizes_of, steps_of_samples
 from anybatch.errors import BatchSizeError
 
 stages = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 60)), min_size=1, max_size=4)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from anybatch.core.best_batch import BatchCost
+from anybatch.core.gradient_noise import BatchCost
 
 COST = BatchCost(critical_batch_size=300.0, overhead_seconds=0.02, seconds_per_sample=0.0005)
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from anybatch.core.blocks import repeated_blocks
+from anybatch.core.tensors import repeated_blocks
 
 
 class Block(nn.Module):

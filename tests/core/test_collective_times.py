@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.core.collective_times import (
+from anybatch.core.collectives import (
     GLOO_SEGMENT_BYTES,
     Link,
     best_all_reduce,

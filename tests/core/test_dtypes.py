@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from anybatch.core.dtypes import accumulation_dtype, is_low_precision, widened, widest_dtype
+from anybatch.core.tensors import accumulation_dtype, is_low_precision, widened, widest_dtype
 
 LOW = (torch.bfloat16, torch.float16)
 OTHERS = (torch.float32, torch.float64)

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.core.collective_times import Link, bruck_all_gather, doubling_all_reduce
-from anybatch.core.message_rounds import (
+from anybatch.core.collectives import (
+    Link,
+    bruck_all_gather,
+    doubling_all_reduce,
     gather_messages,
     gather_rounds,
     most_sum_rounds,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.run_config import STANDARD, RunConfig
+from anybatch.core.schedules import BatchRamp
 from anybatch.errors import BatchSizeError, UserError
 from tests.faults import sees
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from anybatch.core.containers import SampleList
 from anybatch.core.tree import (
+    SampleList,
     as_fields,
     count_samples,
     join_samples,

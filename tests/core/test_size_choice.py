@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.core.geometry import ceil_div
-from anybatch.core.size_choice import (
+from anybatch.core.geometry import (
     SecondsFit,
+    ceil_div,
     even_size,
     fit_seconds,
     sizes_to_time,

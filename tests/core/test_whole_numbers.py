@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from anybatch.core.whole_numbers import checked_int
+from anybatch.core.geometry import checked_int
 from anybatch.errors import BatchSizeError, UserError
 
 

@@ -16,7 +16,7 @@ import anybatch.data as ab
 from anybatch.core.batch import Placement, Position
 from anybatch.core.randomness import order_seed
 from anybatch.core.splitting import Cut
-from anybatch.data.fetch import pinned
+from anybatch.data.loading import pinned
 
 ONE = Placement(Cut(), 1, 0)
 

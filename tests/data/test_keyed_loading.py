@@ -13,8 +13,7 @@ import anybatch as ab
 from anybatch.core.batch import Placement
 from anybatch.core.randomness import sample_seed
 from anybatch.core.splitting import Cut
-from anybatch.data.python_generator import PythonGenerator, words_of
-from anybatch.data.random_state import seed_generators
+from anybatch.data.random_state import PythonGenerator, seed_generators, words_of
 
 NUM_SAMPLES = 40
 DRAWS: dict[str, Callable[[], float]] = {

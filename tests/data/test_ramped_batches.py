@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import anybatch as ab
 from anybatch.core.batch import Position
-from anybatch.core.batch_ramp import BatchRamp
-from anybatch.data.order import SampleSchedule
+from anybatch.core.schedules import BatchRamp
+from anybatch.data.options import SampleSchedule
 from anybatch.errors import BatchSizeError, DataError
 from anybatch.norms import Ghost
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from anybatch.core.batch import Position
 from anybatch.core.randomness import order_seed
-from anybatch.data.order import SampleSchedule, sample_order
+from anybatch.data.options import SampleSchedule, sample_order
 from tests.faults import sees
 
 

@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 import anybatch.data as ab
 from anybatch.core.batch import Placement, Position
 from anybatch.core.splitting import Cut
-from anybatch.data.serialization import packed, unpacked
-from anybatch.data.shards import ChunkKey, LaneReader
+from anybatch.data.prefetch import packed, unpacked
+from anybatch.data.streams import ChunkKey, LaneReader
 from anybatch.errors import DataError
 
 ONE = Placement(Cut(), 1, 0)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from anybatch.data.torch_internals import hides_worker
+from anybatch.core.torch_internals import hides_worker
 
 
 class Answers(IterableDataset[bool]):

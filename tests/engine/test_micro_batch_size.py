@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import anybatch as ab
-from anybatch.core.size_choice import KnownSize
+from anybatch.core.geometry import KnownSize
 from anybatch.engine.micro_batch_size.budget_trials import WORTH_TIMING
 from anybatch.engine.micro_batch_size.search import Auto, Search, TrialResult
 from anybatch.engine.micro_batches import RankShare

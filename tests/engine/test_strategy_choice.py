@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.core.headroom import HEADROOM
+from anybatch.core.units import HEADROOM
 from anybatch.engine.notifier import num_bytes_of
 from anybatch.engine.strategy_choice import replica_bytes
 from anybatch.errors import DoesNotFitError

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
-from anybatch.core.comparison import relative_error
+from anybatch.core.tensors import relative_error
 from anybatch.errors import CannotRedoError
 from tests.engine.cases import Batch
 from tests.faults import sees

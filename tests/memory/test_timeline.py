@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.core.headroom import Reserve
+from anybatch.core.units import Reserve
 from anybatch.memory.timeline import ORDER, timeline
 from anybatch.memory.trace import Allocation, Category, MemoryTrace, Phase
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from anybatch.errors import CompositionError
-from anybatch.norms.cooperative import CooperativeThreads, Exchange
+from anybatch.norms.exact import CooperativeThreads, Exchange
 
 Task = Callable[[Exchange[int, int]], int]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from anybatch.core.torch_internals import checkpointed_forward, num_axes_unbatched
 from anybatch.errors import UnsupportedTorchError
-from anybatch.norms.torch_internals import checkpointed_forward, num_axes_unbatched
 
 NOTHING: Any = SimpleNamespace()
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from anybatch.core.dtypes import accumulation_dtype
+from anybatch.core.tensors import accumulation_dtype
 from anybatch.parallel.gradient_buckets import GradientBuffers
 from tests.faults import sees
 
@@ -43,7 +43,7 @@ def test_buckets_are_a_partition(kinds: list[tuple[int, torch.dtype]], bucket_by
 
 @sees(
     "bf16 gradients add up in bf16",
-    "src/anybatch/core/dtypes.py",
+    "src/anybatch/core/tensors.py",
     "return torch.float32 if is_low_precision(tensor) else tensor.dtype",
     "return tensor.dtype",
     also=["tests/engine/test_precision.py::test_bf16_gradients_add_up_in_float32"],

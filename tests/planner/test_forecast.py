@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
-from anybatch.core.collective_times import Link, ring_all_gather, ring_all_reduce
-from anybatch.core.size_choice import SecondsFit
+from anybatch.core.collectives import Link, ring_all_gather, ring_all_reduce
+from anybatch.core.geometry import SecondsFit
 from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import PlanError, UserError
 from anybatch.parallel.control import ControlGroup, PendingMessage

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.core.headroom import HEADROOM, MEASURED_HEADROOM, measured_headroom
-from anybatch.core.size_choice import KnownSize
+from anybatch.core.geometry import KnownSize
+from anybatch.core.units import HEADROOM, MEASURED_HEADROOM, measured_headroom
 from anybatch.planner import budget, verification
 from anybatch.planner.budget import CONTEXT_BYTES, DeviceMeasurements, budget_of, measured_of
 from anybatch.planner.measurements import (

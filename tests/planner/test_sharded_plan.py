@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.core.blocks import repeated_blocks
+from anybatch.core.tensors import repeated_blocks
 from anybatch.errors import CannotPlanError, CompositionError
 from anybatch.memory.trace import Category, MemoryTrace
 from anybatch.parallel.fsdp import FSDP

@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import anybatch as ab
-from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.run_config import RunConfig
+from anybatch.core.schedules import BatchRamp
 from anybatch.errors import AnyBatchWarning, BatchSizeError, DataError, UserError
 from anybatch.recipes.job import make_model
 from anybatch.recipes.start import LEARNED, JobRun, resolve_settings, start

@@ -12,9 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from anybatch.core.geometry import checked_int
 from anybatch.core.loss import LossSum, declared
 from anybatch.core.loss_kinds import LossFunction
-from anybatch.core.whole_numbers import checked_int
 from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.engine.engine import Engine
 from anybatch.engine.user_code import collect_modules, world_of

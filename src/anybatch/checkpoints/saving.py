@@ -47,7 +47,7 @@ from anybatch.checkpoints.files import (
 )
 from anybatch.checkpoints.structure import TensorPart, pack
 from anybatch.checkpoints.tensors import TensorFile, file_layout
-from anybatch.core.whole_numbers import checked_int
+from anybatch.core.geometry import checked_int
 from anybatch.errors import CheckpointError, DiskFullError
 
 # As long as a real digest, so that the length of the digests is known before the files are written.

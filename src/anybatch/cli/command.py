@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, Protocol, TypeVar, cast, get_args, get_origin
 
 from anybatch.cli.status import Status
-from anybatch.core.batch_ramp import BatchRamp
-from anybatch.core.collective_times import parse_link
+from anybatch.core.collectives import parse_link
 from anybatch.core.run_config import STANDARD, RunConfig
+from anybatch.core.schedules import BatchRamp
 from anybatch.core.units import parse_bytes
 from anybatch.errors import UserError
 from anybatch.events.matplotlib_files import FORMATS

@@ -22,9 +22,8 @@ from anybatch.checkpoints import list_checkpoints
 from anybatch.cli.command import DEFAULT_RECIPE, RUNS
 from anybatch.cli.status import Status, explain, status_of
 from anybatch.cli.train import TrainRequest, short_name
-from anybatch.core.headroom import Reserve, describe_reserve
 from anybatch.core.records import CheckpointRecord, DiagnosisRecord, EndRecord, Observer, Observers, Record, StartRecord
-from anybatch.core.units import duration, in_bytes, per_second, three_digits
+from anybatch.core.units import Reserve, describe_reserve, duration, in_bytes, per_second, three_digits
 from anybatch.errors import CheckpointError, RankFailedError, UserError, WorldError
 from anybatch.events.console import Console
 from anybatch.events.plot import plot_losses

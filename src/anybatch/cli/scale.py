@@ -23,8 +23,8 @@ from anybatch.cli.command import (
     size,
 )
 from anybatch.cli.status import Status
-from anybatch.core.batch_ramp import sizes_of
 from anybatch.core.run_config import RunConfig
+from anybatch.core.schedules import sizes_of
 from anybatch.errors import UserError
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def run_forecast(given: argparse.Namespace) -> int:
 
 def _by_hand(given: argparse.Namespace) -> "tuple[Workload, str]":
     """Return the workload given by options, and the title of the forecast."""
-    from anybatch.core.size_choice import SecondsFit
+    from anybatch.core.geometry import SecondsFit
     from anybatch.planner.forecast.workload import Workload
 
     if given.gradient_bytes is None:

@@ -1,1 +1,1 @@
-"""Pure facts: numbers and tensors in, numbers and tensors out. Reads like a textbook, in chapter order."""
+"""Pure facts: numbers and tensors in, numbers and tensors out."""

@@ -1,4 +1,4 @@
-"""Chapter 5: the interface of an effective batch, independent of the source of the data."""
+"""The interface of an effective batch, independent of the source of the data."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Chapter 10: the composition table, which is checked before anything is changed.
+"""The composition table, which is checked before anything is changed.
 
 `TABLE` states everything that is refused, is inexact, or cannot occur, and the pairs that cure a feature.
 Any other pair of two values of one axis is exclusive, and any other pair is as good as the worse of its two features.

@@ -1,7 +1,7 @@
-"""Chapter 7: how the learning rate depends on the batch size.
+"""How the learning rate depends on the batch size.
 
 Changing the effective batch size changes the noise of every update, so a learning rate tuned at one size is wrong at
-another. A *scaling rule* converts it once, before training; a schedule (chapter 25) then multiplies it by a factor in
+another. A *scaling rule* converts it once, before training; a schedule then multiplies it by a factor in
 each step. `AdaScale` does both, step by step, using the measured noise. The range of each rule was measured on small
 networks: `benchmarks/learning_rate_rules.py`, docs/learning_rates.md.
 """
@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from anybatch.core.geometry import checked_int
 from anybatch.core.run_config import ScalingRule
-from anybatch.core.whole_numbers import checked_int
 from anybatch.errors import BatchSizeError, ParameterError, UserError
 
 Memory = Literal["samples", "steps"]

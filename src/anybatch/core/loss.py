@@ -1,4 +1,4 @@
-"""Chapter 6: losses are declared, not guessed. Sums everywhere, one division.
+"""Losses are declared, not guessed. Sums everywhere, one division.
 
 Every term of a loss is a sum over items and a count of items. The loss of an effective batch is
 
@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Num
 from torch import Tensor
 
+from anybatch.core.geometry import checked_int, is_number, refuse_unless
 from anybatch.core.loss_kinds import (
     COUNTED,
     ONLY_TERM,
@@ -32,7 +33,6 @@ from anybatch.core.loss_kinds import (
     times,
 )
 from anybatch.core.tree import Batch
-from anybatch.core.whole_numbers import checked_int, is_number, refuse_unless
 from anybatch.errors import LossError
 
 

@@ -1,4 +1,4 @@
-"""Chapter 19: how the loss of one sample depends on the other samples; each kind of dependence is a class.
+"""How the loss of one sample depends on the other samples; each kind of dependence is a class.
 
 No dependence, or a count that is known beforehand: one pass. A count that comes with the value: one pass, divided at
 the end. The outputs of the whole effective batch: two passes. (A dependence inside the network, as in BatchNorm, is not

@@ -1,4 +1,4 @@
-"""Chapter 3: keys for random numbers instead of state: the same key gives the same numbers on any rank."""
+"""Keys for random numbers instead of state: the same key gives the same numbers on any rank."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Chapter 30: the settings of a run: one class for a recipe's defaults, command-line options and a run's header."""
+"""The settings of a run: one class for a recipe's defaults, command-line options and a run's header."""
 
 import dataclasses
 import math
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
-from anybatch.core.batch_ramp import BatchRamp, sizes_of
-from anybatch.core.whole_numbers import checked_int
+from anybatch.core.geometry import checked_int
+from anybatch.core.schedules import BatchRamp, sizes_of
 from anybatch.errors import BatchSizeError, UserError
 
 ScalingRule = Literal["linear", "sqrt", "none"]

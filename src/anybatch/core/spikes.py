@@ -1,4 +1,4 @@
-"""Chapter 27: detect losses and gradient norms that deviate from the steps before.
+"""Detect losses and gradient norms that deviate from the steps before.
 
 Both are compared as logarithms, since a loss that doubles is as alarming at 0.1 as at 10, and by medians, so that a
 spike does not move its own reference (Hampel 1974, JASA 69: median and median absolute deviation tolerate almost half
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from anybatch.core.whole_numbers import checked_int
+from anybatch.core.geometry import checked_int
 from anybatch.errors import UserError
 
 _TO_DEVIATION = 1.4826

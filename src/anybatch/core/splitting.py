@@ -1,4 +1,4 @@
-"""Chapter 2: how an effective batch is cut into units, and how units are dealt to ranks.
+"""How an effective batch is cut into units, and how units are dealt to ranks.
 
 A unit is a numbered micro-batch: a range of positions in the effective batch's global order. A rank share is a list of
 units. Nothing is dropped and nothing is duplicated: the units of a plan with weight 1 are a partition of the batch.

@@ -1,4 +1,4 @@
-"""Chapter 28: cut an effective batch by length, so that its step is fastest under a cap on tokens.
+"""Cut an effective batch by length, so that its step is fastest under a cap on tokens.
 
 The gradient does not depend on the cut, so the fastest cut may be used. The cost of a padded micro-batch of n samples,
 the longest of L tokens, which occupies `n L` tokens, is modelled as
@@ -26,9 +26,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from anybatch.core.geometry import ceil_div
+from anybatch.core.geometry import ceil_div, checked_int, is_number, refuse_unless
 from anybatch.core.splitting import BatchPlan, Cut, Unit, plan_of
-from anybatch.core.whole_numbers import checked_int, is_number, refuse_unless
 from anybatch.errors import BatchSizeError, UserError
 
 FIXED_TOKENS = 256.0

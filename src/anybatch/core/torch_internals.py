@@ -1,19 +1,21 @@
-"""Chapter 17: private interfaces of torch that several folders use, each with its fallback or refusal.
+"""Private interfaces of torch that core, data and norms use, or several folders, each with its fallback or refusal.
 
 Each name was verified on the versions in `SEEN`; `make matrix` verifies again. If a name is missing, a function uses
-public names instead or raises `UnsupportedTorchError`: it never returns a wrong number. Names that only one folder
-needs are in the `torch_internals.py` of that folder.
+public names instead or raises `UnsupportedTorchError`: it never returns a wrong number. Other folders have a
+`torch_internals.py` of their own.
 
 The last argument of each function, `of`, is the module that is searched for the name; tests pass one that lacks it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils import _python_dispatch as dispatch
+from torch.utils.data import _utils, get_worker_info
 
 from anybatch.errors import UnsupportedTorchError
 
@@ -50,14 +52,17 @@ __all__ = [
     "InstanceNormBase",
     "add_to_each",
     "buffer_tables",
+    "checkpointed_forward",
     "clamp_each",
     "copy_each",
     "dense_values",
+    "hides_worker",
     "interpolate_each",
     "is_in_backward",
     "lacking",
     "multiply_each",
     "needed_for",
+    "num_axes_unbatched",
     "outside_modes",
     "sparse_bytes",
     "storage_key",
@@ -214,3 +219,60 @@ def outside_modes(of: Any = dispatch) -> AbstractContextManager[object]:  # noqa
     with needed_for("Planning a micro-batch size within a run"):
         context: AbstractContextManager[object] = of._disable_current_modes()
     return context
+
+
+Contexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]
+"""Makes the contexts of a checkpointed block: for the forward, and for the recomputation in the backward."""
+
+
+def checkpointed_forward(
+    module: nn.Module,
+    contexts: Contexts,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    of: Any = torch.utils.checkpoint,  # noqa: ANN401 (torch)
+) -> Generator[None, None, None]:
+    """Return a generator around a checkpointed forward: advance it once, run the forward, and advance it to its end.
+
+    `torch.utils.checkpoint._checkpoint_without_reentrant_generator`, which `checkpoint(use_reentrant=False)` runs; with
+    the random state preserved, and `checkpoint`'s defaults for the other options. `module` runs again in the backward.
+    """
+    # In torch's order: preserve_rng_state, context_fn, determinism_check, debug, early_stop.
+    options = (True, contexts, "default", False, True)
+    try:
+        running: Generator[None, None, None] = of._checkpoint_without_reentrant_generator(
+            module, *options, *args, **kwargs
+        )
+    except (AttributeError, TypeError) as missing:
+        purpose = "Exact(method='checkpoint')"
+        raise lacking(purpose, missing) from missing
+    return running
+
+
+def num_axes_unbatched(layer: nn.Module) -> int:
+    """Return the number of axes of a single sample for an InstanceNorm layer: channels and positions.
+
+    `InstanceNorm._get_no_batch_dim`; if missing, the values of the public classes, and an error for other classes.
+    """
+    try:
+        assert isinstance(layer, InstanceNormBase)
+        return int(layer._get_no_batch_dim())
+    except AttributeError as missing:
+        known = {nn.InstanceNorm1d: 2, nn.InstanceNorm2d: 3, nn.InstanceNorm3d: 4}
+        found = next((axes for kind, axes in known.items() if isinstance(layer, kind)), None)
+        if found is None:
+            purpose = f"Pooling the statistics of a {type(layer).__name__}"
+            raise lacking(purpose, missing) from missing
+        return found
+
+
+def hides_worker(of: Any = _utils) -> bool:  # noqa: ANN401 (torch)
+    """Make this worker look like the calling process to data sets; return whether that worked.
+
+    `torch.utils.data._utils.worker._worker_info`, which `get_worker_info` returns. The public function is called
+    afterwards, so that False reports a torch that stores it elsewhere.
+    """
+    worker = getattr(of, "worker", None)
+    if worker is not None:
+        worker._worker_info = None
+    return get_worker_info() is None

@@ -1,4 +1,4 @@
-"""Chapter 4: batches of any shape. A batch is a tree; its leaves that carry samples are cut along their first axis.
+"""Batches of any shape. A batch is a tree; its leaves that carry samples are cut along their first axis.
 
 **The rule.** A mapping (dict, `BatchEncoding`), dataclass or named tuple holds fields, and so does a tuple that is the
 batch itself. Each field has the sample as its first axis: tensors of at least one axis, numpy arrays, plain lists (of
@@ -12,28 +12,141 @@ fields, as torch's default collate returns them.
 """
 
 import copy
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from anybatch.core.containers import (
-    FieldList,
-    FieldTuple,
-    SampleList,
-    can_hold_rows,
-    carries_samples,
-    children_of,
-    is_container,
-    is_cut_whole,
-    is_tensor,
-    leaves_of,
-    length_of,
-    map_tree,
-    with_children,
-)
 from anybatch.errors import DataError
+
+Tree = Any
+"""Containers and leaves, nested in any way."""
+
+
+class SampleList(list[Any]):
+    """A list with one entry per sample, such as images or recordings of different sizes; it is cut by entries."""
+
+    __slots__ = ()
+
+
+class FieldList(list[Any]):
+    """A list of fields, even if its entries could be samples."""
+
+    __slots__ = ()
+
+
+class FieldTuple(tuple[Any, ...]):
+    """A tuple of fields, even if its entries could be samples."""
+
+    __slots__ = ()
+
+
+def is_cut_whole(node: object) -> bool:
+    """Whether an object is cut as a single leaf: by its own method, or as a list with one entry per sample."""
+    if type(node) is dict:
+        return False
+    return isinstance(node, SampleList) or hasattr(node, "slice_samples")
+
+
+def is_container(node: object) -> bool:
+    """Whether an object holds leaves: a mapping, dataclass or tuple, or a list with more than plain values."""
+    # The most frequent type first: checking for a Mapping takes longer than everything else here.
+    if isinstance(node, torch.Tensor):
+        return False
+    if isinstance(node, dict):
+        return True
+    if _are_strings(node):
+        return False
+    if isinstance(node, (tuple, Mapping)) or (dataclasses.is_dataclass(node) and not isinstance(node, type)):
+        return True
+    # A list of numbers or strings is a leaf, with one entry per sample.
+    return isinstance(node, list) and any(map(can_hold_rows, node))
+
+
+def can_hold_rows(item: object) -> bool:
+    """Whether an object may have a row per sample, or be a sample: everything but plain values."""
+    return is_tensor(item) or hasattr(item, "slice_samples") or is_container(item)
+
+
+def is_tensor(item: object) -> bool:
+    """Whether this is a tensor or a numpy array, without importing numpy."""
+    return isinstance(item, torch.Tensor) or (hasattr(item, "__array__") and getattr(item, "ndim", 0) > 0)
+
+
+def _are_strings(node: object) -> bool:
+    """Whether this is one string per sample, as torch's default collate returns them (a named tuple is not)."""
+    if not isinstance(node, tuple) or hasattr(node, "_fields"):
+        return False
+    return bool(node) and all(isinstance(item, (str, bytes)) for item in node)
+
+
+def children_of(node: Tree) -> Iterator[tuple[str, Any]]:
+    """Return the entries of a container, each with the last part of its path."""
+    if isinstance(node, (dict, Mapping)):
+        return ((f"[{key!r}]", value) for key, value in node.items())
+    if dataclasses.is_dataclass(node):
+        return ((f".{field.name}", getattr(node, field.name)) for field in dataclasses.fields(node))
+    return ((f"[{index}]", value) for index, value in enumerate(node))
+
+
+def leaves_of(node: Tree, path: str, *, cutting: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a batch with their paths; with `cutting`, an object that is cut as one is a leaf."""
+    if not is_container(node) or (cutting and is_cut_whole(node)):
+        yield path, node
+        return
+    for key, child in children_of(node):
+        yield from leaves_of(child, path + key, cutting=cutting)
+
+
+def map_tree(node: Tree, function: Callable[[Any], Any], *, cutting: bool = False) -> Tree:
+    """Return the same structure with `function` applied to its leaves."""
+    if isinstance(node, torch.Tensor) or not is_container(node) or (cutting and is_cut_whole(node)):
+        return function(node)
+    return with_children(node, lambda child: map_tree(child, function, cutting=cutting))
+
+
+def with_children(node: Tree, function: Callable[[Any], Any]) -> Tree:
+    """Return a container of the same kind with `function` applied to its children; return anything else unchanged."""
+    if isinstance(node, torch.Tensor) or not is_container(node):
+        return node
+    if isinstance(node, (dict, Mapping)):
+        return _rebuild_mapping(node, {key: function(value) for key, value in node.items()})
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        # `replace` refuses fields that `__init__` does not take; the class computes these from the others.
+        fields = {f.name: function(getattr(node, f.name)) for f in dataclasses.fields(node) if f.init}
+        return dataclasses.replace(node, **fields)
+    items = [function(item) for item in node]
+    # A named tuple takes its items as separate arguments, any other tuple takes one iterable.
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*items)
+    return type(node)(items)
+
+
+def _rebuild_mapping(node: Mapping[Any, Any], values: dict[Any, Any]) -> Tree:
+    """Return `values` as the mapping type of `node` where that type can be built from a dict, else as a dict."""
+    if type(node) is dict:
+        return values
+    try:
+        return type(node)(values)  # type: ignore[call-arg]
+    except TypeError:  # such as defaultdict, whose first argument is its factory
+        return values
+
+
+def carries_samples(leaf: object) -> bool:
+    """Whether the first axis of a leaf is the sample axis; other leaves are shared by all samples."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dim() > 0
+    return isinstance(leaf, list) or _are_strings(leaf) or hasattr(leaf, "slice_samples") or is_tensor(leaf)
+
+
+def length_of(leaf: Any) -> int:  # noqa: ANN401 (a tensor, list or array)
+    """Return the length of a leaf's first axis."""
+    if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+        return leaf.size(0)  # the older of the two layouts of nested tensors has no shape
+    return len(leaf)
+
 
 Batch = Any
 """Any nested batch. It has no narrower type: the user's collate function decides."""
@@ -113,7 +226,8 @@ def slice_read(batch: Batch, start: int, stop: int) -> Batch:
 def _rows_of_other_layouts(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Return rows of a nested or sparse tensor, which torch cannot slice; a copy."""
     if tensor.is_nested:
-        return _nested(list(tensor.unbind()[start:stop]), tensor.layout)
+        rows: torch.Tensor = torch.nested.as_nested_tensor(list(tensor.unbind()[start:stop]), layout=tensor.layout)
+        return rows
     if tensor.layout is torch.sparse_coo:
         return torch.narrow_copy(tensor, 0, start, stop - start)
     message = (
@@ -121,11 +235,6 @@ def _rows_of_other_layouts(tensor: torch.Tensor, start: int, stop: int) -> torch
         "rows can be taken, or with to_dense()."
     )
     raise DataError(message)
-
-
-def _nested(rows: list[torch.Tensor], layout: torch.layout) -> torch.Tensor:
-    made: torch.Tensor = torch.nested.as_nested_tensor(rows, layout=layout)
-    return made
 
 
 def pick_samples(batch: Batch, positions: Sequence[int]) -> Batch:
@@ -144,15 +253,14 @@ def join_samples(batches: Sequence[Batch]) -> Batch:
     if len(batches) == 1:
         return batches[0]
     parts = [_marked(batch) for batch in batches]
-    rows = [list(leaves_of(part, "batch", cutting=True)) for part in parts]
-    if len({tuple(path for path, _ in row) for row in rows}) > 1:
+    first, *others = [[path for path, _ in leaves_of(part, "batch", cutting=True)] for part in parts]
+    if any(paths != first for paths in others):
         message = (
-            f"batches of a loader cannot be joined: one holds {', '.join(path for path, _ in rows[0])}, another "
+            f"batches of a loader cannot be joined: one holds {', '.join(first)}, another "
             "something else. Yield the same fields in every batch, or batches of the effective size."
         )
         raise DataError(message)
-    whole = iter([_joined(row[0][0], [leaf for _, leaf in row]) for row in zip(*rows, strict=True)])
-    return map_tree(parts[0], lambda _: next(whole), cutting=True)
+    return merge_trees(parts, _joined)
 
 
 def _joined(path: str, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
@@ -172,7 +280,7 @@ def _joined(path: str, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 (a tensor,
     if isinstance(first, tuple):
         return tuple(itertools.chain.from_iterable(leaves))
     if isinstance(first, torch.Tensor) and first.is_nested:
-        return _nested([row for leaf in leaves for row in leaf.unbind()], first.layout)
+        return torch.nested.as_nested_tensor([row for leaf in leaves for row in leaf.unbind()], layout=first.layout)
     if isinstance(first, torch.Tensor) and len({leaf.shape[1:] for leaf in leaves}) == 1:
         return torch.cat(list(leaves))
     shapes = " and ".join(dict.fromkeys(str(tuple(leaf.shape)) for leaf in leaves if hasattr(leaf, "shape")))
@@ -196,10 +304,7 @@ def _are_equal(one: Any, other: Any) -> bool:  # noqa: ANN401 (any leaf of a bat
 
 
 def resize_samples(batch: Batch, num_samples: int, resize: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    """Return a batch of the same structure with `num_samples` samples.
-
-    `resize` makes a tensor of that length from a tensor of the batch; lists and arrays are repeated cyclically.
-    """
+    """Return a batch with `num_samples` samples: `resize` makes its tensors; lists and arrays are repeated."""
 
     def resized(leaf: Any) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
         if isinstance(leaf, torch.Tensor):
@@ -228,14 +333,6 @@ def copied(batch: Batch, clone: Callable[[torch.Tensor], torch.Tensor] = torch.c
     return map_tree(batch, copy_of)
 
 
-def map_leaves(batch: Batch, function: Callable[[Any], Any]) -> Batch:
-    """Return the same tree with `function` applied to every leaf, depth first.
-
-    Lists of samples and sliceable objects are leaves.
-    """
-    return map_tree(batch, function, cutting=True)
-
-
 def merge_trees(trees: Sequence[Batch], merge: Callable[[str, Sequence[Any]], Any]) -> Batch:
     """Merge trees of one structure: each leaf is `merge(path, leaves at this path)`, called depth first."""
     rows = [list(leaves_of(tree, "", cutting=True)) for tree in trees]
@@ -247,16 +344,8 @@ def merge_trees(trees: Sequence[Batch], merge: Callable[[str, Sequence[Any]], An
     return map_tree(trees[0], lambda _: next(merged), cutting=True)
 
 
-def has_rows(leaf: Any, number: int) -> bool:  # noqa: ANN401 (a tensor, list, array or anything else)
-    """Whether a leaf carries samples, exactly `number` of them."""
-    return carries_samples(leaf) and length_of(leaf) == number
-
-
 def flatten_batch(batch: Batch) -> tuple[list[torch.Tensor], Callable[[Iterable[torch.Tensor]], Batch]]:
-    """Return every tensor of a nested batch, and a function that builds the same structure around other tensors.
-
-    The function takes the same number of tensors, in the same order, and keeps no tensor of the batch alive.
-    """
+    """Return every tensor of a nested batch, and a function that builds the structure around as many other tensors."""
     tensors: list[torch.Tensor] = []
 
     def extract(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,12 +4,12 @@ Most users need only `batches`. The samples of a step and their augmentation dep
 effective batch size only: not on the world size, the workers or the micro-batches.
 """
 
-from anybatch.core.containers import SampleList
+from anybatch.core.tree import SampleList
 from anybatch.data.batches import Batches, batches
 from anybatch.data.collate import Packed, Padded, PaddedOrPacked
 from anybatch.data.effective_batch import DatasetBatch
-from anybatch.data.fetch import AnyRows, OverEffectiveBatch
-from anybatch.data.shards import Shards
+from anybatch.data.loading import AnyRows, OverEffectiveBatch
+from anybatch.data.streams import Shards
 
 __all__ = [
     "AnyRows",

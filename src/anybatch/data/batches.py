@@ -7,16 +7,13 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from anybatch.core.batch import Position
-from anybatch.core.batch_ramp import BatchRamp
-from anybatch.core.whole_numbers import refuse_unless
-from anybatch.data.effective_batch import DatasetBatches, OpenSource
+from anybatch.core.geometry import refuse_unless
+from anybatch.core.schedules import BatchRamp
+from anybatch.data.collate import Lengths
+from anybatch.data.effective_batch import DatasetBatches, Iteration, OpenSource
 from anybatch.data.indexed import IndexedSource
-from anybatch.data.iteration import Iteration
-from anybatch.data.lengths import Lengths
 from anybatch.data.options import BatchOptions, pins_memory
-from anybatch.data.sample_loaders import yields_samples
-from anybatch.data.shards import Shards, check_readable
-from anybatch.data.streams import StreamSource
+from anybatch.data.streams import Shards, StreamSource, check_readable, yields_samples
 from anybatch.errors import DataError
 
 

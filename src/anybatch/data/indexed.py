@@ -11,15 +11,21 @@ import torch
 from torch.utils.data import default_collate
 
 from anybatch.core.batch import LaterUnits, Position, Positions, taken
-from anybatch.core.batch_ramp import BatchRamp
+from anybatch.core.schedules import BatchRamp
 from anybatch.core.token_budget import SampleLengths
 from anybatch.core.tree import Batch, pick_samples, tensors_of
+from anybatch.data.collate import Collate, KnownLengths
 from anybatch.data.effective_batch import StepSamples
-from anybatch.data.fetch import Collate, OverEffectiveBatch, UnitKey, UnitLoader, checked_rows, pinned
-from anybatch.data.keyed_loading import KeyedUnits
-from anybatch.data.lengths import KnownLengths
-from anybatch.data.options import BatchOptions, RunRange
-from anybatch.data.order import SampleSchedule, digest_of_ids, digest_of_subset, sample_order, sampled_order
+from anybatch.data.loading import KeyedUnits, OverEffectiveBatch, UnitKey, UnitLoader, checked_rows, pinned
+from anybatch.data.options import (
+    BatchOptions,
+    RunRange,
+    SampleSchedule,
+    digest_of_ids,
+    digest_of_subset,
+    sample_order,
+    sampled_order,
+)
 from anybatch.data.prefetch import Prefetcher
 from anybatch.errors import BatchSizeError, DataError
 

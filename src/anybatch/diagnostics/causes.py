@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from anybatch.core.comparison import relative_error
+from anybatch.core.tensors import relative_error
 from anybatch.core.torch_internals import BatchNormBase
 from anybatch.diagnostics.check_report import CheckFinding
 from anybatch.diagnostics.gradient_runs import GradientRuns

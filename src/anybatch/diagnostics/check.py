@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from anybatch.core.comparison import Gradients, errors_by_parameter, relative_error
+from anybatch.core.geometry import checked_int, refuse_unless
 from anybatch.core.loss import Loss, declared, mean_over_samples
 from anybatch.core.loss_kinds import LossFunction
+from anybatch.core.tensors import Gradients, errors_by_parameter, relative_error
 from anybatch.core.tree import Batch, count_samples
-from anybatch.core.whole_numbers import checked_int, refuse_unless
 from anybatch.diagnostics.causes import find_causes, find_obstacle, no_gradient
 from anybatch.diagnostics.check_report import CheckFinding, CheckReport, SplitResult, in_words, verdict_of
 from anybatch.diagnostics.gradient_runs import GradientRuns, copied_runs

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from anybatch.core.tree import tensors_of
-from anybatch.norms.probe import tried_couplings
+from anybatch.norms.layers import tried_couplings
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from anybatch.core.batch import picked
-from anybatch.core.comparison import Gradients, relative_error
 from anybatch.core.loss import Loss, factors_of, returned_count, scaled, unit_counts
 from anybatch.core.loss_kinds import LossFunction
+from anybatch.core.tensors import Gradients, relative_error
 from anybatch.core.tree import Batch, copied, count_samples, map_tensors, read_samples
 from anybatch.diagnostics.coupling import ForwardTraits, find_traits
 from anybatch.diagnostics.repeated_draws import RepeatedDraws

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from anybatch.core.size_choice import NEAR_BEST, smallest_of_the_fastest
+from anybatch.core.geometry import NEAR_BEST, smallest_of_the_fastest
 from anybatch.memory.counted import Counted, counting_text
 
 _GAIN_WORTH_SAYING = 0.03

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from anybatch.core.dtypes import widest_dtype
 from anybatch.core.loss import Loss, TermFactors, returned_count, scaled, without_graph
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
+from anybatch.core.tensors import widest_dtype
 from anybatch.core.torch_internals import dense_values, multiply_each
 from anybatch.core.tree import Batch
 from anybatch.errors import LossError

@@ -10,15 +10,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.core.compatibility import Feature, refuse_compositions
-from anybatch.core.dtypes import is_low_precision
-from anybatch.core.geometry import Sizes
+from anybatch.core.geometry import Sizes, checked_int, is_number, refuse_unless
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.records import Observer
 from anybatch.core.run_config import PrecisionName
 from anybatch.core.splitting import CutConstraints, Deal
+from anybatch.core.tensors import is_low_precision
 from anybatch.core.torch_internals import BatchNormBase
-from anybatch.core.whole_numbers import checked_int, is_number, refuse_unless
 from anybatch.engine.accumulate import Randomness
 from anybatch.engine.batch_norm import policy_for, refuse_policy
 from anybatch.engine.bf16_weights import Bf16Weights, refuse_bf16_weights

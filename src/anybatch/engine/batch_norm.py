@@ -17,19 +17,26 @@ from anybatch.engine.accumulate import LoopContext, MicroBatch, Sums, accumulate
 from anybatch.engine.torch_internals import active_dispatch_modes, is_in_checkpoint
 from anybatch.errors import BatchSizeError, CompositionError
 from anybatch.norms import Exact, Freeze, Policy, PolicyName, policy_of
-from anybatch.norms.batch_norm_override import BatchNormCall, Interceptor
-from anybatch.norms.block_checkpoints import BlockCheckpoint, blocks_of
-from anybatch.norms.cooperative import CooperativeThreads, Exchange
-from anybatch.norms.host_store import HostStore
+from anybatch.norms.exact import (
+    BatchNormCall,
+    BlockCheckpoint,
+    CooperativeThreads,
+    Exchange,
+    HostStore,
+    Interceptor,
+    blocks_of,
+)
 from anybatch.norms.layers import Ranks, batch_norms, refuse_unfit_layers, tracking_layers
-from anybatch.norms.merged_statistics import (
+from anybatch.norms.running_statistics import (
+    BufferReader,
     MergedStatistics,
     PartialStatistics,
+    RunningStatistics,
     merge_statistics,
+    momentum_of_one,
     normalise_with,
     partial_statistics,
 )
-from anybatch.norms.running_statistics import BufferReader, RunningStatistics, momentum_of_one
 from anybatch.parallel.strategy import Capabilities, Strategy, Turn
 from anybatch.parallel.world import World
 

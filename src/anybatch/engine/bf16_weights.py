@@ -18,8 +18,8 @@ from jaxtyping import BFloat16, Float32, Int16, Int32
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anybatch.core.dtypes import widened
 from anybatch.core.randomness import rounding_seed
+from anybatch.core.tensors import widened
 from anybatch.errors import CompositionError, UserError
 from anybatch.parallel.local_parts import is_dtensor
 from anybatch.parallel.strategy import Capabilities, trainable

@@ -7,10 +7,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from anybatch.core.buffers import BufferKeeper
 from anybatch.core.compatibility import Feature, remarks
 from anybatch.core.loss import declared
 from anybatch.core.records import Observer
+from anybatch.core.tensors import BufferKeeper
 from anybatch.engine.accumulate import LoopContext
 from anybatch.engine.arguments import (
     CheckedArguments,

@@ -8,7 +8,7 @@ import torch
 
 from anybatch.checkpoints.structure import read_stored
 from anybatch.core.batch import Position
-from anybatch.data.effective_batch import BatchIteration, DatasetBatch
+from anybatch.data.effective_batch import DatasetBatch, Iteration
 from anybatch.errors import DataError
 
 Remark = tuple[str, str]
@@ -25,7 +25,7 @@ class DataProgress:
     position: Position = field(default_factory=Position)
     digest: int | None = None
     order: torch.Tensor | None = None
-    iteration: BatchIteration | str | None = None
+    iteration: Iteration | str | None = None
     is_resumed: bool = True
     is_stepped: bool = False
     has_begun: bool = False
@@ -149,7 +149,7 @@ class RunProgress:
         ]
         self._newest = self._all[state["newest_data_set"]]
 
-    def _found(self, iteration: BatchIteration | str) -> DataProgress:
+    def _found(self, iteration: Iteration | str) -> DataProgress:
         """Return the progress in a data set with a new iteration."""
         key: Key = () if isinstance(iteration, str) else iteration.key
         again = [one for one in self._all if one.key == key and _is_again(iteration, one.iteration)]
@@ -177,7 +177,7 @@ class RunProgress:
         return self._all[-1]
 
 
-def _is_again(iteration: BatchIteration | str, before: BatchIteration | str | None) -> bool:
+def _is_again(iteration: Iteration | str, before: Iteration | str | None) -> bool:
     """Whether a new iteration over data of the same size and seed iterates the same data set as an older iteration."""
     if isinstance(iteration, str) or isinstance(before, str) or before is None:
         return False

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from anybatch.core.batch import Position
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
-from anybatch.core.records import Observer
-from anybatch.core.reports import StepReport
+from anybatch.core.records import Observer, StepReport
 from anybatch.core.run_config import PrecisionName
 from anybatch.core.splitting import Deal
 from anybatch.engine.arguments import Hardware, TrainSpec

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from anybatch.core.batch import Placement, Position, lengths_of
-from anybatch.core.dtypes import widest_dtype
+from anybatch.core.geometry import refuse_unless
 from anybatch.core.loss import Loss, LossSum, unit_counts
 from anybatch.core.loss_kinds import ONLY_TERM, name_of
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
+from anybatch.core.tensors import widest_dtype
 from anybatch.core.torch_internals import BatchNormBase
 from anybatch.core.tree import Batch, map_tensors, slice_samples, tensors_of
-from anybatch.core.whole_numbers import refuse_unless
 from anybatch.engine.accumulate import LoopContext, MicroBatch
 from anybatch.engine.micro_batch_size.oom_retry import OomHalving
 from anybatch.engine.micro_batches import PlannedBatch, plan_effective_batch, to_device

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from anybatch.core.batch import Position, lengths_of
-from anybatch.core.buffers import BufferValues
 from anybatch.core.loss import Loss
 from anybatch.core.splitting import BatchPlan
+from anybatch.core.tensors import BufferValues
 from anybatch.core.torch_internals import BatchNormBase
 from anybatch.core.tree import Batch, copied, count_samples, moved_to, tensors_of
 from anybatch.data.effective_batch import DatasetBatch

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from anybatch.core.compatibility import Feature
-from anybatch.core.dtypes import accumulation_dtype, widest_dtype
+from anybatch.core.geometry import checked_int
 from anybatch.core.gradient_noise import NUM_MOMENTS, NoiseEstimate, NoiseParts, noise_parts, with_step
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import SAMPLES
 from anybatch.core.splitting import BatchPlan
+from anybatch.core.tensors import accumulation_dtype, widest_dtype
 from anybatch.core.torch_internals import dense_values
-from anybatch.core.whole_numbers import checked_int
 from anybatch.engine.accumulate import MicroBatch, Sums
 from anybatch.engine.precision import LossScaler, Target
 from anybatch.errors import CompositionError, UserError

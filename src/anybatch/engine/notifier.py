@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 
 from anybatch.core.gradient_noise import NoiseEstimate, noise_interval
-from anybatch.core.headroom import Reserve, describe_reserve
 from anybatch.core.loss import Loss
 from anybatch.core.records import (
     CheckpointRecord,
@@ -31,10 +30,11 @@ from anybatch.core.records import (
     SpanEvent,
     StartRecord,
     StepRecord,
+    StepReport,
 )
-from anybatch.core.reports import StepReport
 from anybatch.core.torch_internals import sparse_bytes, storage_key
 from anybatch.core.tree import Batch
+from anybatch.core.units import Reserve, describe_reserve
 from anybatch.engine.accumulate import MicroBatch
 from anybatch.engine.micro_batches import CountedBatch, PlannedBatch
 from anybatch.errors import warn_user

@@ -15,9 +15,9 @@ from torch import nn
 from anybatch.checkpoints import LoadedCheckpoint, SavedCheckpoint, step_of
 from anybatch.checkpoints.structure import read_stored
 from anybatch.core.batch import Position
+from anybatch.core.geometry import refuse_unless
 from anybatch.core.gradient_noise import NoiseEstimate
-from anybatch.core.reports import StepReport
-from anybatch.core.whole_numbers import refuse_unless
+from anybatch.core.records import StepReport
 from anybatch.engine.accumulate import LoopContext
 from anybatch.engine.batch_norm import BatchNormRunner
 from anybatch.engine.checkpoint_saver import CheckpointSaver, loaded_on_all_ranks

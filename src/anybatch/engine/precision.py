@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core.dtypes import is_low_precision, widened
 from anybatch.core.run_config import PrecisionName
+from anybatch.core.tensors import is_low_precision, widened
 from anybatch.engine.bf16_weights import Bf16Weights, Float32Windows
 from anybatch.errors import CompositionError, NonFiniteError, ParameterError, UserError
 from anybatch.parallel.local_parts import local_part

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core.dtypes import widened
+from anybatch.core.geometry import refuse_unless
+from anybatch.core.tensors import widened
 from anybatch.core.torch_internals import interpolate_each
-from anybatch.core.whole_numbers import refuse_unless
 from anybatch.engine.torch_internals import chained_schedulers
 from anybatch.errors import UserError
 from anybatch.parallel.local_parts import local_part

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 from torch.utils.data import DistributedSampler, IterableDataset
 
+from anybatch.core.geometry import checked_int, refuse_unless
 from anybatch.core.splitting import even_parts
 from anybatch.core.tree import copied, join_samples, read_samples, slice_samples
-from anybatch.core.whole_numbers import checked_int, refuse_unless
 from anybatch.engine.micro_batches import RankShare
 from anybatch.engine.parts import failures_reported
 from anybatch.errors import AnyBatchWarning, BatchSizeError, DataError

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core.reports import StepReport
+from anybatch.core.geometry import checked_int
+from anybatch.core.records import StepReport
 from anybatch.core.spikes import Spike, SpikeDetector, SpikeRule
-from anybatch.core.whole_numbers import checked_int
 from anybatch.engine.notifier import Notifier
 from anybatch.engine.precision import Target
 from anybatch.engine.schedule import WeightAverage

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from anybatch.core.dtypes import accumulation_dtype, widest_dtype
 from anybatch.core.loss import Loss, without_graph
 from anybatch.core.records import PhaseName
 from anybatch.core.splitting import BatchPlan
+from anybatch.core.tensors import accumulation_dtype, widest_dtype
 from anybatch.engine.accumulate import LateDivision, LoopContext, Sums, accumulate
 from anybatch.engine.batch_norm import BatchNormRunner, Execute
 from anybatch.engine.data_progress import DataProgress

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core.dtypes import is_low_precision
 from anybatch.core.geometry import ceil_div
-from anybatch.core.headroom import HEADROOM
+from anybatch.core.tensors import is_low_precision
 from anybatch.core.torch_internals import outside_modes
-from anybatch.core.units import in_bytes
+from anybatch.core.units import HEADROOM, in_bytes
 from anybatch.engine.bf16_weights import Bf16Weights
 from anybatch.engine.optimizer_memory import UpdateBytes, update_bytes
 from anybatch.engine.precision import OptimizerFunction

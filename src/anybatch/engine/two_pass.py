@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from anybatch.core.buffers import BufferValues
 from anybatch.core.loss import Loss, TermFactors, without_graph
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.splitting import BatchPlan, Cut, plan_batch
+from anybatch.core.tensors import BufferValues
 from anybatch.core.tree import Batch, copied, flatten_batch
 from anybatch.data.random_state import HostDraws
 from anybatch.engine.accumulate import LoopContext, MicroBatch, Sums, accumulate

@@ -11,10 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
 
-from anybatch.core.buffers import BufferKeeper
+from anybatch.core.geometry import refuse_unless
 from anybatch.core.records import PhaseName
+from anybatch.core.tensors import BufferKeeper
 from anybatch.core.torch_internals import clamp_each, dense_values, multiply_each
-from anybatch.core.whole_numbers import refuse_unless
 from anybatch.engine.notifier import Notifier
 from anybatch.engine.optimizer_memory import OptimizerStateMemory, ResidentMemory
 from anybatch.engine.precision import LossScaler, Target

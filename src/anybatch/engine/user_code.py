@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from anybatch.core.buffers import BufferKeeper
+from anybatch.core.geometry import refuse_unless
 from anybatch.core.loss import Loss
-from anybatch.core.whole_numbers import refuse_unless
+from anybatch.core.tensors import BufferKeeper
 from anybatch.data.random_state import preserved_random_state, seed_generators
 from anybatch.engine.rng import UnitRandomness
 from anybatch.errors import ParameterError

@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 import torch
 
+from anybatch.core.geometry import checked_int, refuse_unless
 from anybatch.core.records import (
     EndRecord,
     GradientNoiseRecord,
@@ -30,7 +31,6 @@ from anybatch.core.records import (
     ReductionRecord,
     StepRecord,
 )
-from anybatch.core.whole_numbers import checked_int, refuse_unless
 from anybatch.errors import UserError
 from anybatch.events.log_lines import SCHEMA_VERSION, JsonLine, decoded_line, decoded_object
 from anybatch.events.observer import ClosingObserver

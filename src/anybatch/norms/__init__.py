@@ -1,9 +1,8 @@
 """Layers whose output depends on other samples, BatchNorm above all: finding them, and what can be done about them."""
 
+from anybatch.norms.layers import coupling_layers
 from anybatch.norms.policies import Exact, Freeze, Ghost, Keep, Policy, PolicyName, Sync, policy_of
-from anybatch.norms.probe import coupling_layers
-from anybatch.norms.recomputation import recompute_statistics
-from anybatch.norms.replacement import Replaced, replaced
+from anybatch.norms.replacement import Replaced, recompute_statistics, replaced
 
 __all__ = [
     "Exact",

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from anybatch.core.message_rounds import GatherRound, SumRound, gather_rounds, sum_rounds
+from anybatch.core.collectives import GatherRound, SumRound, gather_rounds, sum_rounds
 from anybatch.core.torch_internals import outside_modes
 from anybatch.errors import RankFailedError, WorldError
 from anybatch.parallel.launchers import Launch

@@ -20,12 +20,21 @@ from torch.func import functional_call
 from torch.nn.parallel import parallel_apply, replicate
 
 from anybatch.core.compatibility import Feature
-from anybatch.core.containers import leaves_of
+from anybatch.core.geometry import checked_int
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.splitting import even_parts
 from anybatch.core.torch_internals import BatchNormBase, dense_values
-from anybatch.core.tree import Batch, count_samples, has_rows, map_leaves, merge_trees, slice_samples, tensors_of
-from anybatch.core.whole_numbers import checked_int
+from anybatch.core.tree import (
+    Batch,
+    carries_samples,
+    count_samples,
+    leaves_of,
+    length_of,
+    map_tree,
+    merge_trees,
+    slice_samples,
+    tensors_of,
+)
 from anybatch.errors import CompositionError, DataError, ParameterError, UserError, warn_user
 from anybatch.parallel.single import LocalSums
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver
@@ -260,12 +269,13 @@ class CutCall:
         """Return the arguments of one part, on a device."""
 
         def piece(leaf: Any) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
-            if has_rows(leaf, self.num_samples):
+            if _has_rows(leaf, self.num_samples):
                 leaf = slice_samples(leaf, *self.ranges[number])
             return leaf if device is None or not isinstance(leaf, Tensor) else leaf.to(device, non_blocking=True)
 
         args, kwargs = self.arguments
-        return tuple(map_leaves(value, piece) for value in args), {n: map_leaves(v, piece) for n, v in kwargs.items()}
+        pieces = tuple(map_tree(value, piece, cutting=True) for value in args)
+        return pieces, {name: map_tree(value, piece, cutting=True) for name, value in kwargs.items()}
 
     def join(self, outputs: Sequence[Any]) -> Any:  # noqa: ANN401 (the model's)
         """Join the outputs of all parts, or raise a `CompositionError` if the result would not be exact."""
@@ -309,11 +319,11 @@ def cut_call(arguments: Arguments, num_parts: int, num_samples: int, own: Collec
         return f"{num_samples} samples are too few to see which outputs follow them"
     values = (*arguments[0], *arguments[1].values())
     leaves = [leaf for value in values for _, leaf in leaves_of(value, "", cutting=True)]
-    if not any(has_rows(leaf, num_samples) for leaf in leaves):
+    if not any(_has_rows(leaf, num_samples) for leaf in leaves):
         return f"no argument has the micro-batch's {num_samples} samples as its first axis"
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
     if len(tensors) > 1 and any(num_samples in tensor.shape[1:] for tensor in tensors):
-        strange = [one for one in tensors if has_rows(one, num_samples) and _address(one) not in own]
+        strange = [one for one in tensors if _has_rows(one, num_samples) and _address(one) not in own]
         if strange:
             return (
                 f"an argument of shape {tuple(strange[0].shape)} is not from the micro-batch, and its axis of "
@@ -349,3 +359,7 @@ def _refuse_scripts(modules: nn.Module) -> None:
                 "module from before scripting, or use strategy='single'."
             )
             raise ParameterError(message)
+
+
+def _has_rows(leaf: Any, number: int) -> bool:  # noqa: ANN401 (a tensor, list, array or anything else)
+    return carries_samples(leaf) and length_of(leaf) == number

@@ -9,7 +9,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from anybatch.core.dtypes import accumulation_dtype, is_low_precision
+from anybatch.core.tensors import accumulation_dtype, is_low_precision
 from anybatch.parallel.local_parts import local_part, with_local_part
 from anybatch.parallel.torch_internals import num_storage_users
 

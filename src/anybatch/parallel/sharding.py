@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.overrides import TorchFunctionMode
 
-from anybatch.core.blocks import repeated_blocks
+from anybatch.core.tensors import repeated_blocks
 from anybatch.core.tree import tensors_of
 from anybatch.errors import LossError, ParameterError
 from anybatch.parallel.roll_call import RollCall

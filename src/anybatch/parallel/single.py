@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from anybatch.core.compatibility import Feature
-from anybatch.core.dtypes import is_low_precision
+from anybatch.core.tensors import is_low_precision
 from anybatch.parallel.gradient_buckets import GradientBuffers, OwnedGradients
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, caller_of, trainable
 from anybatch.parallel.world import World

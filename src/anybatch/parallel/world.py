@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from anybatch.core.whole_numbers import checked_int, refuse_unless
+from anybatch.core.geometry import checked_int, refuse_unless
 from anybatch.errors import CannotRedoError, RankFailedError, RanksDifferError, WorldError
 from anybatch.parallel.control import (
     ControlGroup,

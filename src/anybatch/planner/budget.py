@@ -6,9 +6,8 @@ from typing import Final
 
 import torch
 
-from anybatch.core.headroom import HEADROOM, measured_headroom
-from anybatch.core.units import in_bytes
-from anybatch.core.whole_numbers import checked_int, refuse_unless
+from anybatch.core.geometry import checked_int, refuse_unless
+from anybatch.core.units import HEADROOM, in_bytes, measured_headroom
 from anybatch.errors import UserError
 from anybatch.planner.cost.devices import Device, find_device, parse_budget
 from anybatch.planner.measurements import KnownDevices, MeasuredStep, full_name, subject, versions_here

@@ -18,7 +18,7 @@ from typing import Any
 import platformdirs
 import torch
 
-from anybatch.core.size_choice import KnownSize
+from anybatch.core.geometry import KnownSize
 from anybatch.engine.notifier import software_versions
 from anybatch.memory.host_memory import device_name
 from anybatch.planner.torch_internals import cuda_driver_number

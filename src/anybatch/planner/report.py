@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from anybatch.core.size_choice import even_size
+from anybatch.core.geometry import even_size
 from anybatch.core.splitting import BatchPlan, Cut, plan_batch
 from anybatch.core.units import in_bytes, per_second, three_digits
 from anybatch.diagnostics.memory.bar import MemoryBar

@@ -9,13 +9,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from anybatch.core.geometry import checked_int
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.run_config import PrecisionName, RunConfig
-from anybatch.core.whole_numbers import checked_int
 from anybatch.data.batches import Batches, batches
-from anybatch.data.fetch import Collate
-from anybatch.data.lengths import Lengths
+from anybatch.data.collate import Collate, Lengths
 from anybatch.engine.arguments import TrainSpec
 from anybatch.engine.bf16_weights import Bf16Weights
 from anybatch.engine.evaluation import Metric

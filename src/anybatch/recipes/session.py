@@ -14,8 +14,7 @@ from typing import Any, Self
 
 from anybatch.checkpoints import list_checkpoints
 from anybatch.core.geometry import ceil_div
-from anybatch.core.records import MemoryRecord, Observer, Observers, Record
-from anybatch.core.reports import StepReport
+from anybatch.core.records import MemoryRecord, Observer, Observers, Record, StepReport
 from anybatch.core.run_config import RunConfig
 from anybatch.engine.engine import Engine
 from anybatch.engine.micro_batch_size.search import Memory

@@ -9,11 +9,11 @@ from typing import Any, Final
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core.batch_ramp import BatchRamp, sizes_of
 from anybatch.core.geometry import resolve_sizes
 from anybatch.core.learning_rate import ScaledRate, scale_optimizer
 from anybatch.core.records import Observer
 from anybatch.core.run_config import STANDARD, RunConfig, ScalingRule
+from anybatch.core.schedules import BatchRamp, sizes_of
 from anybatch.core.token_budget import token_budget
 from anybatch.data.batches import Batches, batches
 from anybatch.engine.arguments import Hardware

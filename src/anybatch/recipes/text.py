@@ -26,8 +26,7 @@ from torch.utils.data import Dataset
 import anybatch as ab
 from anybatch.core.schedules import Cosine, WarmUp, attach_schedule, join_schedules
 from anybatch.data import Packed, Padded, PaddedOrPacked
-from anybatch.data.collate import IGNORED
-from anybatch.data.fetch import Collate
+from anybatch.data.collate import IGNORED, Collate
 from anybatch.errors import DataError, UserError
 
 Encode = Callable[[str], list[int]]

@@ -1,6 +1,6 @@
 """For tests of training code: real ranks, gradient comparison, faults on purpose. Public, for users too."""
 
-from anybatch.core.comparison import relative_error
+from anybatch.core.tensors import relative_error
 from anybatch.testing.gradients import assert_same_gradients
 from anybatch.testing.memory_budget import AllocationFault, MemoryBudget, memory_budget, out_of_memory_at
 from anybatch.testing.ranks import RankOutcome, RankPool, run_ranks

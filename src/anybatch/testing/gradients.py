@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from anybatch.core.comparison import errors_by_parameter, relative_error
+from anybatch.core.tensors import errors_by_parameter, relative_error
 
 
 def assert_same_gradients(

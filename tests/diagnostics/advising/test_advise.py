@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import anybatch as ab
 from anybatch.cli.main import main
 from anybatch.cli.status import Status
-from anybatch.core.best_batch import BatchCost
-from anybatch.core.collective_times import Link, best_all_reduce
+from anybatch.core.collectives import Link, best_all_reduce
+from anybatch.core.gradient_noise import BatchCost
 from anybatch.diagnostics.advising.advice import Advice
 from anybatch.diagnostics.advising.figure import draw_advice
 from anybatch.engine.gradient_noise import GradientNoise

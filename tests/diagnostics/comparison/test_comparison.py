@@ -12,7 +12,7 @@ import torch
 from anybatch.cli.compare import first_batches
 from anybatch.cli.main import main
 from anybatch.cli.status import Status
-from anybatch.core.collective_times import Link
+from anybatch.core.collectives import Link
 from anybatch.core.run_config import RunConfig
 from anybatch.diagnostics.comparison.compare import compare
 from anybatch.diagnostics.comparison.figure import draw_comparison

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from anybatch.core.collective_times import parse_link
-from anybatch.core.size_choice import SecondsFit
+from anybatch.core.collectives import parse_link
+from anybatch.core.geometry import SecondsFit
 from anybatch.planner.forecast.forecast import forecast
 from anybatch.planner.forecast.workload import Cluster, StrategyName, Workload
 from anybatch_guide.experiment import Data, Emit, Experiment

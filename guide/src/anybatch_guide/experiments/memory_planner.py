@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, get_args
 
-from anybatch.core.headroom import HEADROOM
+from anybatch.core.units import HEADROOM
 from anybatch.memory.trace import Category, Phase
 from anybatch.planner.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, WORKSPACE_BYTES, budget_of
 from anybatch_guide.experiment import Data, Emit, Experiment

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from anybatch.core.geometry import even_size
 from anybatch.core.run_config import PrecisionName
-from anybatch.core.size_choice import even_size
 from anybatch.memory.timeline import ORDER
 from anybatch.planner.report import Plan
 from anybatch.recipes.planning.known_models import KNOWN_MODELS

@@ -8,8 +8,7 @@ both are replayed here and stored, for each device and each possible size.
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
-from anybatch.core.geometry import ceil_div
-from anybatch.core.size_choice import even_size
+from anybatch.core.geometry import ceil_div, even_size
 from anybatch.memory.trace import Category, MemoryEnvelope, Phase
 from anybatch.planner.budget import budget_of
 from anybatch.planner.envelopes import Envelopes

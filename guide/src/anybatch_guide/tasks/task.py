@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from anybatch.core.geometry import ceil_div
 from anybatch.core.loss import Loss
-from anybatch.data.order import sample_order
+from anybatch.data.options import sample_order
 from anybatch.errors import UserError
 
 TaskName = Literal["digits", "spirals", "shapes", "text"]

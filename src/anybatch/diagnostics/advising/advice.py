@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from anybatch.core.best_batch import BatchCost
-from anybatch.core.gradient_noise import in_words
+from anybatch.core.gradient_noise import BatchCost, in_words
 from anybatch.core.learning_rate import ScaledRate, noise_gain
 from anybatch.core.units import three_digits
 

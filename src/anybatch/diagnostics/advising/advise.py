@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from anybatch.core.best_batch import BatchCost
-from anybatch.core.collective_times import Link, best_all_reduce
+from anybatch.core.collectives import Link, best_all_reduce
+from anybatch.core.geometry import refuse_unless
+from anybatch.core.gradient_noise import BatchCost
 from anybatch.core.learning_rate import ScaledRate, scale_rate
-from anybatch.core.reports import StepReport
+from anybatch.core.records import StepReport
 from anybatch.core.run_config import ScalingRule
-from anybatch.core.whole_numbers import refuse_unless
 from anybatch.diagnostics.advising.advice import Advice
 from anybatch.diagnostics.scaling.from_log import read_steps
 from anybatch.diagnostics.scaling.phase_clock import PhaseClock, RankSeconds

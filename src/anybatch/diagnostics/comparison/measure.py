@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core.batch import EffectiveBatch, Placement
-from anybatch.core.comparison import Gradients, relative_error
 from anybatch.core.loss import declared, factors_of, scaled, unit_counts
 from anybatch.core.records import Record, ReductionRecord, SpanEvent
 from anybatch.core.splitting import Cut
+from anybatch.core.tensors import Gradients, relative_error
 from anybatch.core.tree import Batch, copied, count_samples, map_tensors
 from anybatch.diagnostics.comparison.loops import Wrap, ddp_without_no_sync
 from anybatch.diagnostics.comparison.reductions import WatchedDDP

@@ -12,10 +12,9 @@ import torch
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from anybatch.core.headroom import HEADROOM, Reserve, describe_reserve
 from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record, StepRecord
 from anybatch.core.tree import tensors_of
-from anybatch.core.units import in_bytes
+from anybatch.core.units import HEADROOM, Reserve, describe_reserve, in_bytes
 from anybatch.diagnostics.memory.bar import MemoryBar
 from anybatch.diagnostics.memory.picture import MemoryPicture, draw_memory
 from anybatch.engine.engine import Engine

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from anybatch.core.batch import EffectiveBatch, Placement
-from anybatch.core.geometry import ceil_div
+from anybatch.core.geometry import ceil_div, checked_int
 from anybatch.core.splitting import Cut
-from anybatch.core.whole_numbers import checked_int
 from anybatch.diagnostics.repeated_steps import CachedBatch, spec_for_repeated_steps
 from anybatch.diagnostics.scaling.bucket_sizes import MEBIBYTE, BucketCut, bucket_cuts
 from anybatch.diagnostics.scaling.phase_clock import PhaseClock, RankSeconds

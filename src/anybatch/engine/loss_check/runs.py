@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from anybatch.core.buffers import BufferKeeper
 from anybatch.core.loss import Loss, LossSum, factors_of, scaled, unit_counts
 from anybatch.core.loss_kinds import COUNTED, AcrossSamples, LossFunction
+from anybatch.core.tensors import BufferKeeper
 from anybatch.core.tree import Batch, copied, join_samples, map_tensors
 from anybatch.engine.loss_check.held import HeldDraws, HeldNorms
 from anybatch.engine.torch_internals import gradients, widened

@@ -15,18 +15,18 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from anybatch.core.geometry import ceil_div
-from anybatch.core.loss import factors_of, unit_counts
-from anybatch.core.randomness import BatchKey
-from anybatch.core.size_choice import (
+from anybatch.core.geometry import (
     KnownSize,
     SecondsFit,
+    ceil_div,
     even_size,
     fit_seconds,
     sizes_to_time,
     smallest_of_the_fastest,
     step_seconds,
 )
+from anybatch.core.loss import factors_of, unit_counts
+from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
 from anybatch.core.tree import Batch, copied
 from anybatch.engine.accumulate import LoopContext, MicroBatch, Sums

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from anybatch.core.batch import Placement, Position, lengths_of
-from anybatch.core.geometry import Sizes, resolve_sizes
-from anybatch.core.size_choice import even_size
+from anybatch.core.geometry import Sizes, even_size, resolve_sizes
 from anybatch.core.splitting import Cut, CutConstraints, Deal, plan_batch
 from anybatch.core.token_budget import TokenBudget
 from anybatch.core.tree import Batch, copied, count_samples, slice_samples, tensors_of

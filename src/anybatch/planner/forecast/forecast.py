@@ -7,21 +7,20 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import get_args
 
-from anybatch.core.collective_times import (
+from anybatch.core.collectives import (
     Link,
     best_all_reduce,
     bruck_all_gather,
     doubling_all_reduce,
+    gather_messages,
     gloo_all_reduce,
     hierarchical_all_gather,
     hierarchical_all_reduce,
     ring_all_reduce,
+    sum_messages,
     tree_all_reduce,
 )
-from anybatch.core.geometry import ceil_div
-from anybatch.core.message_rounds import gather_messages, sum_messages
-from anybatch.core.size_choice import SecondsFit
-from anybatch.core.whole_numbers import checked_int
+from anybatch.core.geometry import SecondsFit, ceil_div, checked_int
 from anybatch.diagnostics.comparison.report import ComparisonReport
 from anybatch.errors import UserError
 from anybatch.parallel.roll_call import NUM_DIGESTS

@@ -8,8 +8,7 @@ from statistics import median
 import torch
 
 from anybatch.core.batch import EffectiveBatch
-from anybatch.core.size_choice import SecondsFit
-from anybatch.core.whole_numbers import checked_int
+from anybatch.core.geometry import SecondsFit, checked_int
 from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch, spec_for_repeated_steps
 from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.engine.engine import Engine

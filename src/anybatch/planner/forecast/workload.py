@@ -4,10 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from anybatch.core.collective_times import Link
-from anybatch.core.geometry import ceil_div
-from anybatch.core.size_choice import SecondsFit
-from anybatch.core.whole_numbers import checked_int
+from anybatch.core.collectives import Link
+from anybatch.core.geometry import SecondsFit, ceil_div, checked_int
 from anybatch.errors import UserError
 
 StrategyName = Literal["all_reduce", "ddp", "zero1", "fsdp"]

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core.blocks import Blocks, repeated_blocks
-from anybatch.core.dtypes import is_low_precision
 from anybatch.core.loss import declared
+from anybatch.core.tensors import Blocks, is_low_precision, repeated_blocks
 from anybatch.core.tree import tensors_of
 from anybatch.engine.arguments import TrainSpec
 from anybatch.engine.bf16_weights import Bf16Weights

@@ -11,8 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from anybatch.core.geometry import ceil_div
-from anybatch.core.size_choice import NEAR_BEST, even_size
+from anybatch.core.geometry import NEAR_BEST, ceil_div, even_size
 from anybatch.core.units import in_bytes
 from anybatch.engine.strategy_choice import replica_bytes
 from anybatch.errors import UserError

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anybatch.core.blocks import repeated_blocks
 from anybatch.core.geometry import ceil_div
+from anybatch.core.tensors import repeated_blocks
 from anybatch.engine.user_code import Model
 from anybatch.planner.trace.checkpointing import as_module
 

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from anybatch.core.blocks import repeated_blocks
+from anybatch.core.tensors import repeated_blocks
 from anybatch.engine.user_code import Model
 from anybatch.planner.torch_internals import checkpointed, known_operations
 

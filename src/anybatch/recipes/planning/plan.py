@@ -12,12 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from anybatch.core.geometry import ceil_div
+from anybatch.core.geometry import ceil_div, checked_int, refuse_unless
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.run_config import PrecisionName
 from anybatch.core.tree import Batch
-from anybatch.core.whole_numbers import checked_int, refuse_unless
 from anybatch.engine.arguments import TrainSpec
 from anybatch.engine.precision import OptimizerFunction
 from anybatch.engine.user_code import Model

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch.core.comparison import Gradients
+from anybatch.core.tensors import Gradients
 
 Samples = Mapping[str, Tensor]
 Over = Literal["samples", "targets", "class weights"]

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from anybatch.core.comparison import Gradients, relative_error
 from anybatch.core.loss import Loss, counted, sum_of
 from anybatch.core.loss_kinds import Term as EngineTerm
+from anybatch.core.tensors import Gradients, relative_error
 from anybatch.engine.engine import Engine
 from anybatch.testing.conformance.cases import (
     CASES,

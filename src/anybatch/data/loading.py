@@ -1,22 +1,18 @@
-"""Load one unit: every sample under its own random key, then collate."""
+"""Load units: every sample under its own random key, then collate."""
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from anybatch.core.containers import SampleList
 from anybatch.core.randomness import sample_seed, sample_seeds
-from anybatch.core.tree import Batch, as_fields, map_tensors, read_samples
-from anybatch.data.collate import Packed, Padded, PaddedOrPacked
-from anybatch.data.random_state import seed_generators
+from anybatch.core.tree import Batch, SampleList, as_fields, map_tensors, read_samples
+from anybatch.data.collate import Collate, Packed, Padded, PaddedOrPacked
+from anybatch.data.random_state import KeyedLoading, Seed, seed_generators
 from anybatch.errors import DataError
-
-Collate = Callable[[list[Any]], Batch]
-Seed = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,3 +191,32 @@ def pinned(batch: Batch) -> Batch:
     """Return the batch with its tensors in pinned memory; objects with `pin_memory` pin themselves."""
     own = getattr(batch, "pin_memory", None)
     return own() if callable(own) else map_tensors(batch, torch.Tensor.pin_memory)
+
+
+class KeyedUnits:
+    """Loads units, in the calling process or in a worker, each sample under its own key."""
+
+    def __init__(self, loader: UnitLoader) -> None:
+        self._loader = loader
+        self._only_collates = only_collates(loader.collate)
+        self._loading: KeyedLoading | None = None  # created on first use, because a worker has its own generators
+
+    def __call__(self, key: UnitKey) -> Batch:
+        """Return one unit."""
+        return next(iter(self.load([key])))
+
+    def load(self, keys: Sequence[UnitKey]) -> Iterable[Batch]:
+        """Return several units, with their samples loaded together; restores the caller's generators.
+
+        Units are collated lazily, one by one, unless the collate function may draw numbers.
+        """
+        loader = self._loader
+        if self._loading is None:
+            self._loading = KeyedLoading(draws_nothing=self._only_collates and draws_nothing(loader.dataset))
+        if not self._only_collates:
+            return self._loading.run(lambda seed: [loader(key, seed) for key in keys])
+        if self._loading.draws_nothing:
+            samples = [loader.samples(key, None) for key in keys]
+        else:
+            samples = self._loading.run(lambda seed: [loader.samples(key, seed) for key in keys])
+        return map(loader.collated, keys, samples)
