@@ -101,7 +101,7 @@ def runs() -> dict[tuple[str, str], tuple[Any, ...]]:
 """,
     """
         self.target.cast(gradients)
-        return norm if norm is None else self._layout.norm(present)
+        return norm if norm is None else self.layout.norm(present)
 """,
     cases=["1-rank"],
     also=["tests/engine/test_clipping.py::test_clipping_is_that_of_the_unsplit_gradient[by norm]"],

@@ -16,6 +16,7 @@ from anybatch.core.splitting import Unit
 from anybatch.core.tensors import widest_dtype
 from anybatch.core.torch_internals import dense_values, multiply_each
 from anybatch.core.tree import Batch
+from anybatch.engine.precision import LossScaler
 from anybatch.errors import LossError
 from anybatch.parallel.local_parts import local_part
 from anybatch.parallel.strategy import Capabilities, Prepared, Strategy, Turn
@@ -96,19 +97,6 @@ class MicroBatch(NamedTuple):
     key: BatchKey
 
 
-class Scaler(Protocol):
-    """The gradient scaler under fp16, otherwise a no-op."""
-
-    enabled: bool
-
-    @property
-    def scale(self) -> Callable[[torch.Tensor], torch.Tensor]: ...  # noqa: D102
-
-    def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a gradient divided by the scale."""
-        ...
-
-
 class Audience(Protocol):
     """Reports micro-batches to observers."""
 
@@ -174,7 +162,7 @@ class LoopContext:
     loss: Loss
     strategy: Strategy
     prepared: Prepared
-    scaler: Scaler
+    scaler: LossScaler
     autocast: Callable[[], AbstractContextManager[object]]
     forward: Callable[[MicroBatch], AbstractContextManager[object]]
     randomness: Randomness

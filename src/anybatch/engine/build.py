@@ -368,19 +368,21 @@ def _step_runner(
         impossible=impossible,
     )
     return StepRunner(
-        planner,
-        executor,
-        context,
-        model.guard,
+        planner=planner,
+        executor=executor,
+        context=context,
+        guard=model.guard,
         first_steps=first_steps,
-        buffers=arguments.buffer_updates,
+        buffers=None if arguments.buffer_updates.is_idle else arguments.buffer_updates,
         world=world,
         retry=retry,
         notifier=notifier,
-        meaning=_step_meaning(arguments, shared.updater, replicas),
+        meaning=None
+        if world.roll_call is None
+        else StepMeaning(world=world, updater=shared.updater, replicas=replicas),
         noise=noise,
         masked=MaskedParameters(context, arguments.spec.model, modules, notifier),
-        can_leave=not impossible,
+        can_leave=not impossible and world.roll_call is not None,
     )
 
 
@@ -426,16 +428,6 @@ def _replica_check(arguments: CheckedArguments, prepared: Prepared, updater: Upd
     # A forward may change frozen weights, such as a teacher's, differently on each rank.
     frozen = {name: one for name, one in arguments.modules.named_parameters() if not one.requires_grad}
     return ReplicaCheck(arguments.world, weights | frozen, enabled=arguments.strategy.capabilities.replicas)
-
-
-def _step_meaning(arguments: CheckedArguments, updater: Updater, replicas: ReplicaCheck) -> StepMeaning:
-    return StepMeaning(
-        arguments.world,
-        updater.target.optimizer,
-        lambda: updater.scheduler,
-        rate_factor=lambda: updater.rate_factor,
-        replicas=replicas,
-    )
 
 
 def _spike_guard(arguments: CheckedArguments, updater: Updater, notifier: Notifier) -> SpikeGuard | None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch.optim import Optimizer
@@ -21,7 +21,6 @@ from anybatch.engine.bf16_weights import Bf16Weights
 from anybatch.engine.build import build
 from anybatch.engine.data_progress import RunProgress
 from anybatch.engine.decisions import Decisions
-from anybatch.engine.evaluation import Metric, evaluate, evaluation_mode, stale_statistics
 from anybatch.engine.forward_state import BufferUpdate
 from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.engine.micro_batch_size.sizes import MicroBatchSize
@@ -39,6 +38,9 @@ from anybatch.errors import UserError
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import Strategy
 from anybatch.parallel.world import World
+
+if TYPE_CHECKING:
+    from anybatch.engine.evaluation import Metric
 
 
 class Engine:
@@ -243,7 +245,7 @@ class Engine:
         with parts.failures_reported("engine.step", self.num_steps, needs_whole_update=True):
             # Allocate before the first micro-batch: an update that runs out of memory half-way cannot be undone.
             if not parts.updater.optimizer_memory.is_allocated:
-                parts.updater.allocate()
+                parts.updater.optimizer_memory.allocate()
             progress = self._progress.of(batch, parts.notifier.warn)
             # Plans and runs; after out of memory, does both again with smaller micro-batches.
             summed = parts.runner.run(batch, self.num_steps, progress)
@@ -274,7 +276,7 @@ class Engine:
         return found
 
     def evaluate(
-        self, batches: Iterable[Any], metric: Metric | None = None, *, averaged: bool = False
+        self, batches: Iterable[Any], metric: "Metric | None" = None, *, averaged: bool = False
     ) -> dict[str, float]:
         """Return metrics over all samples of all batches and ranks, the same for any micro-batch and world size.
 
@@ -290,6 +292,8 @@ class Engine:
         Raises:
             RanksDifferError, ReplicaError: calls or weights differ between ranks.
         """
+        from anybatch.engine.evaluation import evaluate, evaluation_mode, stale_statistics  # noqa: PLC0415 (many runs evaluate nothing)
+
         average = self.average
         if averaged and average is None:
             message = "evaluate(averaged=True) needs averaged weights. Use Engine(average_decay=0.999), for example."

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from anybatch.core.batch import Position, lengths_of
-from anybatch.core.loss import Loss
 from anybatch.core.splitting import BatchPlan
 from anybatch.core.tensors import BufferValues
 from anybatch.core.torch_internals import BatchNormBase
@@ -58,88 +58,75 @@ class CutNotice:
         )
 
 
+@dataclass(kw_only=True, eq=False)
 class FirstSteps:
     """Determines sizes, checks the loss and watches the model in the first steps; `StepRunner` drops it afterwards."""
 
-    def __init__(
-        self,
-        *,
-        check: LossCheck,
-        sizes: RunSizes,
-        cut_notice: CutNotice,
-        watch: StateWatch,
-        autocast: Callable[..., AbstractContextManager[object]],
-        on_first_batch: Callable[[PlannedBatch, int], None],
-        trial_parts: Callable[[], TrialParts],
-        decisions: Decisions,
-        notifier: Notifier,
-    ) -> None:
-        self._check = check
-        self._loss: Loss = check.loss
-        self._sizes = sizes
-        self._cut_notice = cut_notice
-        self._watch = watch
-        self._autocast = autocast
-        self._on_first_batch = on_first_batch
-        self._trial_parts = trial_parts
-        self._decisions = decisions
-        self._notifier = notifier
-        self._has_begun = False
+    check: LossCheck
+    sizes: RunSizes
+    cut_notice: CutNotice
+    watch: StateWatch
+    autocast: Callable[..., AbstractContextManager[object]]
+    on_first_batch: Callable[[PlannedBatch, int], None]
+    trial_parts: Callable[[], TrialParts]
+    decisions: Decisions
+    notifier: Notifier
+    _has_begun: bool = field(default=False, init=False)
 
     def sends_nothing(self, step: int) -> bool:
         """Whether a step sends only messages that later steps send too."""
-        return self._has_begun and not self._check.is_due(step) and not self._sizes.searches
+        return self._has_begun and not self.check.is_due(step) and not self.sizes.searches
 
     def settle_sizes(self, batch: Any, position: Position) -> None:  # noqa: ANN401 (any nested batch)
         """Determine the micro-batch size if it is "auto" and still unknown."""
-        if not self._sizes.searches:
+        if not self.sizes.searches:
             return
-        found = self._sizes.settle(batch, self._trial_parts(), position)
-        self._decisions.add("micro_batch_size", found.words)
-        self._decisions.add("layout", found.layout)
+        found = self.sizes.settle(batch, self.trial_parts(), position)
+        self.decisions.add("micro_batch_size", found.words)
+        self.decisions.add("layout", found.layout)
         if found.rate is not None:
-            self._notifier.diagnosis("micro_batch_size", f"micro_batch_size: {found.words}")
+            self.notifier.diagnosis("micro_batch_size", f"micro_batch_size: {found.words}")
 
     def check_batch(self, batch: Any, planned: PlannedBatch, step: int, *, check_loss: bool) -> None:  # noqa: ANN401
         """Check a planned batch: send the header of the run once, and compare the loss with its declaration."""
         if not self._has_begun:
             self._refuse_other_rows(batch)
             # All stages of a ramp: one that cannot be cut would end the run later.
-            self._sizes.refuse_uncuttable(getattr(batch, "sizes", ()))
+            self.sizes.refuse_uncuttable(getattr(batch, "sizes", ()))
             self._has_begun = True
-            self._on_first_batch(planned, step)
-        if check_loss and self._check.is_due(step):
-            self._check.check_declaration(planned, self._autocast, step)
+            self.on_first_batch(planned, step)
+        if check_loss and self.check.is_due(step):
+            self.check.check_declaration(planned, self.autocast, step)
 
     def watched(self, plan: BatchPlan) -> AbstractContextManager[None]:
         """Return the context for the micro-batches, which detects state that a forward changes."""
-        return self._watch.effective_batch(plan)
+        return self.watch.effective_batch(plan)
 
     def finish_step(self, plan: BatchPlan) -> None:
         """Send the warnings that are due after a step with this plan."""
-        self._check.warn_if_undecided()
-        self._cut_notice.after_step(plan)
+        self.check.warn_if_undecided()
+        self.cut_notice.after_step(plan)
 
     def is_done(self, step: int, *, is_cut: bool) -> bool:
         """Whether all work is done after a step; without a cut, the work of `waits_for_cut` may remain."""
         return (
-            not self._sizes.searches
-            and self._check.is_over(step)
-            and not self._watch.draws_left
+            not self.sizes.searches
+            and self.check.is_over(step)
+            and not self.watch.draws_left
             and not (is_cut and self.waits_for_cut)
         )
 
     @property
     def waits_for_cut(self) -> bool:
         """Whether the first step with several micro-batches must still be watched."""
-        return self._watch.is_looking or self._cut_notice.is_waiting
+        return self.watch.is_looking or self.cut_notice.is_waiting
 
     def _refuse_other_rows(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
         """Refuse a loss over samples if the number of rows in a micro-batch differs."""
         lengths = lengths_of(batch)
         if lengths is None or not (lengths.packed or lengths.shapes):
             return
-        if not self._loss.allows_other_rows:
+        if not self.check.loss.allows_other_rows:
             layout = "packed into one row" if lengths.packed else "padded with additional rows"
             message = (
                 f"micro-batches are {layout}, but the loss is a mean over samples. Declare the items of the mean: "
@@ -153,6 +140,7 @@ _NUM_LOOKS = 2
 _MAX_NAMES = 4
 
 
+@dataclass(eq=False)
 class MaskedParameters:
     """Checks parameters without a gradient after a step that has skipped micro-batches.
 
@@ -161,32 +149,29 @@ class MaskedParameters:
     skipped micro-batch shows whether it uses the parameter. Two steps are checked.
     """
 
-    def __init__(self, context: LoopContext, model: Model, modules: nn.Module, notifier: Notifier) -> None:
-        self._context = context
-        self._model = model
-        self._modules = modules
-        self._notifier = notifier
-        self.looks_left = _NUM_LOOKS
+    context: LoopContext
+    model: Model
+    modules: nn.Module
+    notifier: Notifier
+    looks_left: int = field(default=_NUM_LOOKS, init=False)
 
     def look(self, left_out: Batch, gradients: Sequence[torch.Tensor | None]) -> None:
         """Warn if a skipped micro-batch uses a parameter that has no gradient in this step."""
         names = [
-            name
-            for name, gradient in zip(self._context.prepared.parameters, gradients, strict=True)
-            if gradient is None
+            name for name, gradient in zip(self.context.prepared.parameters, gradients, strict=True) if gradient is None
         ]
         if not names:
             return
         self.looks_left -= 1
-        parameters = [self._context.prepared.parameters[name] for name in names]
-        buffers, device = BufferValues(self._modules), parameters[0].device
+        parameters = [self.context.prepared.parameters[name] for name in names]
+        buffers, device = BufferValues(self.modules), parameters[0].device
         try:
             with (
                 trial_run(),
                 torch.random.fork_rng([device] if device.type == "cuda" else []),
-                self._context.autocast(),
+                self.context.autocast(),
             ):
-                output = self._context.loss.function(self._model, moved_to(copied(left_out), device))
+                output = self.context.loss.function(self.model, moved_to(copied(left_out), device))
                 roots = [one.sum() for one in tensors_of(output) if one.requires_grad]
                 found = torch.autograd.grad(roots, parameters, allow_unused=True) if roots else ()
         except Exception:  # noqa: BLE001 (such as a loss that fails if all targets are masked)
@@ -202,7 +187,7 @@ class MaskedParameters:
                 "gradient is zero, and weight decay and momentum change them. Use larger micro-batches, or remove "
                 "samples without targets from the data."
             )
-            self._notifier.warn("parameters_reached_where_masked", message, everywhere=True)
+            self.notifier.warn("parameters_reached_where_masked", message, everywhere=True)
 
 
 _NUM_COMPARED = 4

@@ -4,7 +4,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -110,6 +110,7 @@ def _has_modes(optimizer: Optimizer) -> bool:
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
+@dataclass(eq=False)
 class OptimizerStateMemory:
     """Allocates the optimizer's state and temporary memory once, before the first micro-batch.
 
@@ -117,15 +118,12 @@ class OptimizerStateMemory:
     second. The state is bit for bit what the optimizer would create.
     """
 
-    def __init__(
-        self, target: Target, world: World, resident: ResidentMemory, sharding: UpdateSharding | None = None
-    ) -> None:
-        self._target = target
-        self._sharding = sharding
-        self._world = world
-        self._resident = resident
-        self.is_allocated = False
-        self.made: list[nn.Parameter] = []
+    target: Target
+    world: World
+    resident: ResidentMemory
+    sharding: UpdateSharding | None
+    is_allocated: bool = field(default=False, init=False)
+    made: list[nn.Parameter] = field(default_factory=list, init=False)
 
     def allocate(self) -> None:
         """Allocate the memory, unless that is already done.
@@ -135,54 +133,54 @@ class OptimizerStateMemory:
             RankFailedError: on the other ranks.
         """
         if not self.is_allocated:
-            self._world.run_on_all_ranks(self._allocate)
+            self.world.run_on_all_ranks(self._allocate)
             self.is_allocated = True
 
     def drop_unused(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Drop the state of parameters without a gradient in the first step, for which the optimizer creates none."""
         made = set(self.made)
-        for parameter, gradient in zip(self._target.updated, gradients, strict=True):
+        for parameter, gradient in zip(self.target.updated, gradients, strict=True):
             if gradient is None and parameter in made:
-                del self._target.optimizer.state[parameter]
+                del self.target.optimizer.state[parameter]
         self.made = []
 
     def undo(self) -> None:
         """Drop state that no update has used yet, after the first step failed."""
         for parameter in self.made:
-            del self._target.optimizer.state[parameter]
+            del self.target.optimizer.state[parameter]
             self.is_allocated = False
         self.made = []
 
     def _allocate(self) -> None:
         try:
-            windows = self._target.windows
+            windows = self.target.windows
             if windows is not None:
                 self._allocate_in_pieces(windows)
                 return
-            with nullcontext() if self._sharding is None else self._sharding.alone():
-                self.made = make_state(self._target.optimizer)
-                if self._world.device.type != "cpu":  # on CPU, allocations may succeed without enough memory
-                    reserve(update_bytes(self._target.optimizer).temporary, self._target.updated)
+            with nullcontext() if self.sharding is None else self.sharding.alone():
+                self.made = make_state(self.target.optimizer)
+                if self.world.device.type != "cpu":  # on CPU, allocations may succeed without enough memory
+                    reserve(update_bytes(self.target.optimizer).temporary, self.target.updated)
         except torch.OutOfMemoryError as error:
             self.undo()
             message = (
                 "out of memory before the first step, when the optimizer's state and temporary memory were allocated. "
-                f"Nothing has been changed. {self._resident.remedy(in_update=True)} torch says: {error}"
+                f"Nothing has been changed. {self.resident.remedy(in_update=True)} torch says: {error}"
             )
-            raise DoesNotFitError(message, rank=self._world.process, phase="update") from error
+            raise DoesNotFitError(message, rank=self.world.process, phase="update") from error
 
     def _allocate_in_pieces(self, windows: Float32Windows) -> None:
         """Create the state piece by piece, since it is narrowed after its creation."""
-        optimizer, largest = self._target.optimizer, 0
+        optimizer, largest = self.target.optimizer, 0
         for piece in windows.pieces(optimizer):
             # Opened, so that state has the memory layout of the weights.
             with windows.opened(optimizer, piece):
                 self.made += make_state(optimizer)
                 windows.narrow_state(optimizer, piece)
-                if self._world.device.type != "cpu":
+                if self.world.device.type != "cpu":
                     # The windows, random bits, and the state in float32 during the update.
                     largest = max(largest, 4 * windows.num_bytes(piece) + update_bytes(optimizer).temporary)
-        reserve(largest, self._target.updated)
+        reserve(largest, self.target.updated)
 
 
 def make_state(optimizer: Optimizer) -> list[nn.Parameter]:

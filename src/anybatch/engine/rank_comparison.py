@@ -2,20 +2,20 @@
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from inspect import signature
 from typing import Any, NoReturn
 from zlib import crc32
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from anybatch.core.batch import Position
 from anybatch.core.loss import Loss
 from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.engine.micro_batches import PlannedBatch
 from anybatch.engine.schedule import num_scheduled
+from anybatch.engine.updater import Updater
 from anybatch.errors import DoesNotFitError, RanksDifferError, ReplicaError
 from anybatch.parallel.local_parts import is_whole, local_part
 from anybatch.parallel.strategy import Strategy
@@ -179,25 +179,17 @@ _REMEDIES = {
 }
 
 
+@dataclass(kw_only=True, eq=False)
 class StepMeaning:
     """Digests of the call, the batch, the settings and the weights of a step."""
 
-    def __init__(
-        self,
-        world: World,
-        optimizer: Optimizer,
-        schedule: Callable[[], Any],
-        *,
-        rate_factor: Callable[[], float],
-        replicas: ReplicaCheck,
-    ) -> None:
-        self._world = world
-        self._optimizer = optimizer
-        self._schedule = schedule
-        self._rate_factor = rate_factor
-        self._replicas = replicas
+    world: World
+    updater: Updater
+    replicas: ReplicaCheck
+
+    def __post_init__(self) -> None:
         # A function may create the optimizer after the ranks have compared their arguments.
-        self._kind = type(optimizer).__name__
+        self._kind = type(self.updater.target.optimizer).__name__
         self._kind_digest = crc32(self._kind.encode())
         self._step = 0
         self._position = Position()
@@ -207,15 +199,14 @@ class StepMeaning:
 
     def note(self, planned: PlannedBatch, step: int) -> None:
         """Record the digests of the step that this rank is about to run."""
-        roll_call = self._world.roll_call
-        if roll_call is None:
-            return
+        roll_call = self.world.roll_call
+        assert roll_call is not None
         self._step, self._position, self._num_samples = step, planned.end, planned.plan.num_samples
         self._ids, self._batch = planned.sample_ids, _probes(planned.sample_ids)
         end = planned.end
-        settings = [number for group in self._optimizer.param_groups for number in _numbers(group)]
-        settings += (self._num_scheduled(), self._rate_factor())
-        weights, roll_call.shards_digest = self._replicas.digests(step)
+        settings = [number for group in self.updater.target.optimizer.param_groups for number in _numbers(group)]
+        settings += (self._num_scheduled(), self.updater.rate_factor)
+        weights, roll_call.shards_digest = self.replicas.digests(step)
         roll_call.digests = (
             crc32(f"{roll_call.here.name} {roll_call.number} {step}".encode()) & 0xFFFFF,
             _digest((planned.seed, end.epoch, end.sample_offset, self._num_samples, *self._batch)),
@@ -230,13 +221,13 @@ class StepMeaning:
             RanksDifferError: with the step of each rank.
             ReplicaError: only weights differ; with their names.
         """
-        roll_call = self._world.roll_call
+        roll_call = self.world.roll_call
         assert roll_call is not None
         if tuple(differing) == (_WEIGHTS,):
-            self._replicas.refuse(self._step)
+            self.replicas.refuse(self._step)
         # All ranks raise in the same place, so this collective cannot hang.
         words = {"optimizer": self._kind, **{name: f"{value:g}" for name, value in self._settings().items()}}
-        rows = self._world.gather_from_processes((roll_call.number, self._place(roll_call.here.name), words))
+        rows = self.world.gather_from_processes((roll_call.number, self._place(roll_call.here.name), words))
         roll_call.align([number for number, _, _ in rows])
         names = tuple(_NAMES[number] for number in differing if number != _WEIGHTS)
         settings = sorted(
@@ -256,17 +247,17 @@ class StepMeaning:
     def _settings(self) -> dict[str, float]:
         """Return the numbers among the optimizer's hyperparameters, and the schedule's step, by name."""
         values = {}
-        for number, group in enumerate(self._optimizer.param_groups):
+        for number, group in enumerate(self.updater.target.optimizer.param_groups):
             for name, value in group.items():
                 for one in _numbers({name: value}):
                     key = f"{name} of group {number}"
                     values[key if key not in values else f"{key}, second"] = one
         values["steps of the scheduler"] = self._num_scheduled()
-        values["factor of the spike watch"] = self._rate_factor()
+        values["factor of the spike watch"] = self.updater.rate_factor
         return values
 
     def _num_scheduled(self) -> float:
-        return num_scheduled(self._schedule()) or 0
+        return num_scheduled(self.updater.scheduler) or 0
 
     def _place(self, name: str) -> str:
         end = self._position

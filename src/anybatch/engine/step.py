@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -41,30 +42,23 @@ from anybatch.parallel.world import World
 _NOTHING = nullcontext()
 
 
+@dataclass(kw_only=True, eq=False)
 class StepPlanner:
     """Plans steps with the current sizes."""
 
-    def __init__(
-        self,
-        *,
-        world: World,
-        loss: Loss,
-        sizes: RunSizes,
-        sums: UncountedSums,
-        notifier: Notifier,
-        seed: int | None,
-        make_seed: Callable[[], int],
-    ) -> None:
-        self.seed = seed
-        self.own_seed: int | None = None
-        self._make_seed = make_seed
-        self._world = world
-        self._loss = loss
-        self._sizes = sizes
-        self._counter = BatchCounter(loss, world, sizes.constraints, sums)
-        self._notifier = notifier
-        self._others_wait = world.roll_call is not None and loss.needs_data_to_count
-        self._smaller_in: int | None = None  # the last step below the effective batch size
+    world: World
+    loss: Loss
+    sizes: RunSizes
+    sums: UncountedSums
+    notifier: Notifier
+    seed: int | None
+    make_seed: Callable[[], int]
+    own_seed: int | None = field(default=None, init=False)
+    _smaller_in: int | None = field(default=None, init=False)  # the last step below the effective batch size
+
+    def __post_init__(self) -> None:
+        self._counter = BatchCounter(self.loss, self.world, self.sizes.constraints, self.sums)
+        self._others_wait = self.world.roll_call is not None and self.loss.needs_data_to_count
 
     def plan(
         self,
@@ -98,7 +92,7 @@ class StepPlanner:
         check_loss: bool,
     ) -> PlannedBatch:
         """Plan a batch; after an error, report it to the other ranks, which wait for this rank's counts."""
-        roll_call = self._world.roll_call
+        roll_call = self.world.roll_call
         assert roll_call is not None
         num_told, is_steady = roll_call.num_told, is_steady_step(first, step, progress)
         try:
@@ -106,7 +100,7 @@ class StepPlanner:
         except BaseException as error:
             is_known = isinstance(error, WorldError) or roll_call.num_told != num_told
             if is_steady and not is_known:
-                report_failed_count(error, self._loss, self._world)
+                report_failed_count(error, self.loss, self.world)
             raise
 
     def _plan(
@@ -118,20 +112,20 @@ class StepPlanner:
         *,
         check_loss: bool,
     ) -> PlannedBatch:
-        planned = plan_effective_batch(batch, self._sizes.placement, self._world, progress.position)
+        planned = plan_effective_batch(batch, self.sizes.placement, self.world, progress.position)
         # The engine's seed takes precedence over the data's, also on resume.
         if self.seed is not None:
             planned = planned._replace(seed=self.seed)
         elif not planned.picks_any:  # not from ab.batches
             planned = planned._replace(seed=self._user_seed())
-        num_samples, limit = planned.plan.num_samples, self._sizes.sizes.effective_batch_size
+        num_samples, limit = planned.plan.num_samples, self.sizes.sizes.effective_batch_size
         named: tuple[int, ...] = getattr(batch, "sizes", ())
         if num_samples != (limit or num_samples) or named not in ((), (num_samples,)):
-            self._sizes.refuse_larger(num_samples)
+            self.sizes.refuse_larger(num_samples)
             self._warn_of_smaller(batch, num_samples, step)
-        if not progress.is_stepped and self._world.roll_call is not None:
-            with self._world.roll_call.comparing("the first samples of a data set"):
-                refuse_disagreement(batch, planned, self._world)
+        if not progress.is_stepped and self.world.roll_call is not None:
+            with self.world.roll_call.comparing("the first samples of a data set"):
+                refuse_disagreement(batch, planned, self.world)
         if first is not None:
             first.check_batch(batch, planned, step, check_loss=check_loss)
         return planned
@@ -139,7 +133,7 @@ class StepPlanner:
     def _user_seed(self) -> int:
         """Return the seed for batches of the user, from torch's generator and the weights of rank 0."""
         if self.own_seed is None:
-            self.own_seed = int(self._world.gather_objects(self._make_seed())[0])
+            self.own_seed = int(self.world.gather_objects(self.make_seed())[0])
         return self.own_seed
 
     def _warn_of_smaller(self, batch: Any, num_samples: int, step: int) -> None:  # noqa: ANN401 (any nested batch)
@@ -151,9 +145,9 @@ class StepPlanner:
                 f"has {num_samples:,}, since batches do not cross epochs. Choose an effective batch size of at most "
                 f"{num_samples:,}."
             )
-            self._notifier.warn("smaller_batches", message)
+            self.notifier.warn("smaller_batches", message)
             return
-        limit = self._sizes.sizes.effective_batch_size
+        limit = self.sizes.sizes.effective_batch_size
         is_smaller = limit is not None and num_samples < limit and limit not in sizes
         if is_smaller and self._smaller_in == step - 1:
             message = (
@@ -161,7 +155,7 @@ class StepPlanner:
                 f"accumulate a loader's batches, use `for batch in ab.shares(loader, effective_batch_size={limit})`; "
                 f"otherwise set effective_batch_size={num_samples}."
             )
-            self._notifier.warn("smaller_batches", message)
+            self.notifier.warn("smaller_batches", message)
         if is_smaller:
             self._smaller_in = step
 
@@ -243,50 +237,36 @@ class SummedBatch(NamedTuple):
     noise: NoiseOfStep | None
 
 
+@dataclass(kw_only=True, eq=False)
 class StepRunner:
     """Plans and runs effective batches until they fit."""
 
-    def __init__(
-        self,
-        planner: StepPlanner,
-        executor: Executor,
-        context: LoopContext,
-        guard: StepGuard,
-        *,
-        first_steps: FirstSteps,
-        buffers: BufferUpdates,
-        world: World,
-        retry: OomRetry,
-        notifier: Notifier,
-        meaning: StepMeaning,
-        noise: NoiseMeter | None,
-        masked: MaskedParameters,
-        can_leave: bool,
-    ) -> None:
-        self._planner = planner
-        self._execute = executor
-        self._context = context
-        self._guard = guard
+    planner: StepPlanner
+    executor: Executor
+    context: LoopContext
+    guard: StepGuard
+    first_steps: FirstSteps
+    buffers: BufferUpdates | None
+    world: World
+    retry: OomRetry
+    notifier: Notifier
+    meaning: StepMeaning | None
+    noise: NoiseMeter | None
+    masked: MaskedParameters
+    can_leave: bool
+    is_running: bool = field(default=False, init=False)
+    _waits_for_cut: bool = field(default=False, init=False)
+    _owes_step: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
         # None after the first steps, so that later steps skip it.
-        self._first: FirstSteps | None = first_steps
-        self._first_steps = first_steps
-        self._waits_for_cut = False
-        self._buffers = None if buffers.is_idle else buffers
-        self._retry = retry
-        self._world = world
-        self._notifier = notifier
-        self._meaning = None if world.roll_call is None else meaning
-        self._noise = noise
-        self._masked = masked
-        self._can_leave = can_leave and world.roll_call is not None
-        self._brings_count = context.loss.kind.brings_count
-        self._dtype = widest_dtype(world.device)
-        self._owes_step = False
-        self.is_running = False
+        self._first: FirstSteps | None = self.first_steps
+        self._brings_count = self.context.loss.kind.brings_count
+        self._dtype = widest_dtype(self.world.device)
 
     def restart_first_steps(self) -> None:
         """Treat the next steps as first steps again, after a load."""
-        self._first = self._first_steps
+        self._first = self.first_steps
 
     def run(self, batch: Any, step: int, progress: DataProgress) -> SummedBatch:  # noqa: ANN401 (any nested batch)
         """Return the gradient of an effective batch, with the first cut that fits on every rank.
@@ -299,21 +279,21 @@ class StepRunner:
             RanksDifferError: ranks run different steps.
             ReplicaError: weights differ between ranks.
         """
-        roll_call = self._world.roll_call
+        roll_call = self.world.roll_call
         num_told = 0 if roll_call is None else roll_call.num_told
-        if self._execute.begin_step is not None:
-            self._execute.begin_step()
+        if self.executor.begin_step is not None:
+            self.executor.begin_step()
         self.is_running = True
         try:
-            with self._guard.begin_step():
+            with self.guard.begin_step():
                 summed = self._run(batch, step, progress)
-            if self._guard.steps_left:
-                self._guard.end_step()
+            if self.guard.steps_left:
+                self.guard.end_step()
         except StepFailedError:
-            raise self._world.error_of_failed_rank() from None
+            raise self.world.error_of_failed_rank() from None
         except StepsDifferError as error:
-            assert self._meaning is not None
-            self._meaning.refuse(error.differing)
+            assert self.meaning is not None
+            self.meaning.refuse(error.differing)
         except BaseException as error:
             # Skip errors that all ranks have, and errors after the last message, when no rank waits any more.
             is_known = isinstance(error, WorldError) or (roll_call is not None and roll_call.num_told != num_told)
@@ -327,38 +307,38 @@ class StepRunner:
     def _run(self, batch: Any, step: int, progress: DataProgress) -> SummedBatch:  # noqa: ANN401 (any nested batch)
         first = self._first
         # The first batches send further messages, which a failed rank cannot join.
-        self._owes_step = self._can_leave and is_steady_step(first, step, progress)
+        self._owes_step = self.can_leave and is_steady_step(first, step, progress)
         if first is not None:
             first.settle_sizes(batch, progress.position)
         # Every further try starts from the current buffers.
-        self._retry.state.keep()
-        if self._retry.backoff.former_sizes:
-            self._retry.backoff.begin_step(step)
+        self.retry.state.keep()
+        if self.retry.backoff.former_sizes:
+            self.retry.backoff.begin_step(step)
         # A batch that loads its samples in each try has no tensors that a try could change.
         inputs = None if hasattr(batch, "feed") else InputVersions(batch)
         too_large: tuple[int, ...] = ()
         while True:
             try:
-                counted = self._planner.plan(batch, step, progress, first, check_loss=not too_large)
+                counted = self.planner.plan(batch, step, progress, first, check_loss=not too_large)
             except torch.OutOfMemoryError as error:
                 raise self._too_large_to_plan(error, step) from None
-            self._owes_step = self._can_leave
+            self._owes_step = self.can_leave
             plan = counted.planned.plan
             is_cut = len(plan.shares) > 1 or len(plan.shares[0]) > 1
             if self._waits_for_cut and is_cut and first is None:
-                first = self._first = self._first_steps
+                first = self._first = self.first_steps
             outcome = self._attempt(counted, step, too_large, first)
             if isinstance(outcome, SummedBatch):
-                if self._buffers is not None:
-                    self._buffers.pool()
+                if self.buffers is not None:
+                    self.buffers.pool()
                 if first is not None:
                     self._finish_first(first, plan, step, is_cut=is_cut)
                 return outcome
             del counted  # frees the samples that it has loaded
-            too_large += (self._retry.retry_smaller_or_raise(outcome, plan, step, too_large),)
+            too_large += (self.retry.retry_smaller_or_raise(outcome, plan, step, too_large),)
             # After the abort, when no rank waits for another one.
             if inputs is not None:
-                inputs.refuse_changed(step, self._world)
+                inputs.refuse_changed(step, self.world)
 
     def _finish_first(self, first: FirstSteps, plan: BatchPlan, step: int, *, is_cut: bool) -> None:
         """Finish one of the first steps, and drop `FirstSteps` after the last one."""
@@ -371,45 +351,45 @@ class StepRunner:
         notes = [note.removeprefix("anybatch: ").rstrip(".") for note in getattr(error, "__notes__", ())]
         cause = f"{error}{_place_of(error)}{''.join(f' ({note})' for note in notes)}"
         release_frames(error)
-        return self._retry.too_large_to_plan(cause, step)
+        return self.retry.too_large_to_plan(cause, step)
 
     def _leave(self, error: BaseException, step: int) -> None:
         """Join the collectives that other ranks wait in, so that all ranks leave this step and begin the next one."""
         # First, since other ranks read the error as soon as they learn of the failure.
-        self._world.publish_failure(refused_in_backward(error) or error, step)
+        self.world.publish_failure(refused_in_backward(error) or error, step)
         # If aborting fails, the other ranks find the published error while they wait.
         with suppress(AnyBatchError, RuntimeError):
-            self._execute.abort(failed=True)
+            self.executor.abort(failed=True)
 
     def _attempt(
         self, counted: CountedBatch, step: int, too_large: tuple[int, ...], first: FirstSteps | None
     ) -> SummedBatch | OutOfMemory:
         """Sum gradients over micro-batches and ranks, and divide; return `OutOfMemory` if that does not fit."""
         phase: PhaseName = "forward_backward"
-        notifier, noise, strategy, plan = self._notifier, self._noise, self._context.strategy, counted.planned.plan
+        notifier, noise, strategy, plan = self.notifier, self.noise, self.context.strategy, counted.planned.plan
         is_observed = bool(notifier.observers)
-        if self._meaning is not None:
-            self._meaning.note(counted.planned, step)
+        if self.meaning is not None:
+            self.meaning.note(counted.planned, step)
         try:
             if is_observed:
                 notifier.begin_step(step, counted)
-            with self._context.randomness:
+            with self.context.randomness:
                 strategy.place_gradients()
                 counts = _as_tensor(counted.divisors, self._dtype)
                 late = self._late_division(counted.divisors[0]) if self._brings_count else None
                 with (
                     first.watched(plan) if first is not None else _NOTHING,
-                    self._buffers.effective_batch() if self._buffers is not None else _NOTHING,
+                    self.buffers.effective_batch() if self.buffers is not None else _NOTHING,
                     noise.effective_batch(step, plan) if noise is not None else _NOTHING,
                     notifier.phase(phase) if is_observed else _NOTHING,
                 ):
-                    sums = self._execute(counted)
+                    sums = self.executor(counted)
             phase = "reduce"
             with (
-                self._world.collective() if self._world.roll_call is not None else _NOTHING,
+                self.world.collective() if self.world.roll_call is not None else _NOTHING,
                 notifier.phase(phase) if is_observed else _NOTHING,
             ):
-                totals = sums.totals(self._context.loss, self._world.device)
+                totals = sums.totals(self.context.loss, self.world.device)
                 if noise is not None:
                     totals = torch.cat([totals, noise.numbers(sums, is_late=self._brings_count)])
                 gradients, totals = strategy.finish_gradients(totals)
@@ -423,7 +403,7 @@ class StepRunner:
             failed = OutOfMemory(phase, f"{error}{_place_of(error)}")
             release_frames(error)
             return failed  # after the return, the failed frames and their tensors are freed
-        if self._world.roll_call is None and all(gradient is None for gradient in gradients):
+        if self.world.roll_call is None and all(gradient is None for gradient in gradients):
             raise without_graph()  # every loss was a constant zero
         found = None
         if late is not None or noise is not None or counted.left_out is not None:
@@ -439,9 +419,9 @@ class StepRunner:
         late: LateDivision | None,
     ) -> tuple[Float[Tensor, " terms"], Float[Tensor, " terms"], NoiseOfStep | None]:
         """Return contributions, counts and noise; divide by the counts if they come with the losses."""
-        if self._masked.looks_left and counted.left_out is not None:
-            self._masked.look(counted.left_out, gradients)
-        noise = self._noise
+        if self.masked.looks_left and counted.left_out is not None:
+            self.masked.look(counted.left_out, gradients)
+        noise = self.noise
         totals, further = (totals, None) if noise is None else totals.tensor_split([-noise.num_numbers])
         # The count is known only now, after all losses: so far gradients are divided by a guess.
         if late is not None:
@@ -452,10 +432,10 @@ class StepRunner:
         return totals, counts, noise.finish(gradients, further, counts, counted.planned.plan, guess=guess)
 
     def _late_division(self, guess: float) -> LateDivision:
-        parameter = next(iter(self._context.prepared.parameters.values()))
+        parameter = next(iter(self.context.prepared.parameters.values()))
         dtype = accumulation_dtype(parameter)
         # Real, so that it divides both real and complex gradients.
-        return LateDivision(guess, self._world.device, dtype.to_real())
+        return LateDivision(guess, self.world.device, dtype.to_real())
 
 
 def _as_tensor(numbers: tuple[float, ...], dtype: torch.dtype) -> Float[Tensor, " terms"]:

@@ -13,7 +13,7 @@ from anybatch.core.splitting import BatchPlan, Cut, plan_batch
 from anybatch.core.tensors import BufferValues
 from anybatch.core.tree import Batch, copied, flatten_batch
 from anybatch.data.random_state import HostDraws
-from anybatch.engine.accumulate import LoopContext, MicroBatch, Sums, accumulate
+from anybatch.engine.accumulate import LoopContext, MicroBatch, Sums
 from anybatch.engine.batch_norm import BatchNormRunner
 from anybatch.engine.micro_batches import CountedBatch
 from anybatch.engine.notifier import Notifier
@@ -135,9 +135,6 @@ def run_trial(
 
     For a loss across samples, rows are repeated up to `num_samples`.
     """
-    if context.loss.kind.encode is None:
-        accumulate(context, micro_batches)
-        return
 
     def gather(outputs: Outputs) -> tuple[list[torch.Tensor], tuple[bool, ...]]:
         columns = [torch.cat(column) for column in zip(*outputs.pieces, strict=True)]

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -19,6 +19,7 @@ from anybatch.engine.notifier import Notifier
 from anybatch.engine.optimizer_memory import OptimizerStateMemory, ResidentMemory
 from anybatch.engine.precision import LossScaler, Target
 from anybatch.engine.schedule import Scheduler, SchedulerFunction, StepCounter, WeightAverage, at_rate, scheduler_of
+from anybatch.engine.step_guard import StepGuard
 from anybatch.errors import DoesNotFitError, HalfUpdatedError, NonFiniteError, UpdateFailedError, UserError
 from anybatch.parallel.strategy import ParameterLayout, UpdateSharding
 
@@ -238,16 +239,6 @@ Gradients = Sequence[torch.Tensor | None]
 """The summed gradient of each trainable parameter; None for a parameter that no rank used."""
 
 
-class Hooks(Protocol):
-    """The user's hooks on parameters."""
-
-    may_run: bool
-
-    def run_hooks(self, gradients: Gradients) -> None:
-        """Run the hooks on the summed gradients, in place."""
-        ...
-
-
 class Updated(NamedTuple):
     """The result of an update."""
 
@@ -256,61 +247,36 @@ class Updated(NamedTuple):
     skipped: bool
 
 
+@dataclass(kw_only=True, eq=False)
 class Updater:
     """Updates parameters from summed gradients."""
 
-    def __init__(
-        self,
-        *,
-        target: Target,
-        scaler: LossScaler,
-        clip: ClipPolicy | None,
-        measures_norm: bool,
-        layout: ParameterLayout,
-        state: StepState,
-        finite: FiniteCheck,
-        average: WeightAverage | None,
-        scheduler: Scheduler | None,
-        optimizer_memory: OptimizerStateMemory,
-        sharding: UpdateSharding | None,
-        after_update: tuple[Callable[[], None], ...],
-        hooks: Hooks,
-        clear: Callable[[], None],
-        resident: ResidentMemory,
-        notifier: Notifier,
-    ) -> None:
-        self.target = target
-        self.scaler = scaler
-        self.average = average
-        self.scheduler = scheduler
-        self.scheduled = StepCounter()
-        self.finite = finite
-        self.state = state
-        self._clip = clip
-        self._measures_norm = measures_norm or isinstance(clip, ClipByNorm)
-        self._layout = layout
-        self.optimizer_memory = optimizer_memory
-        self._has_masters = target.update == "master_weights"
-        self._casts = target.update == "cast"
-        self.sharding = sharding
-        self._after_update = after_update
-        self._hooks = hooks
-        self._clear = clear
-        self.resident = resident
-        self._notifier = notifier
-        self.broken_off = ""
-        self._step = 0
-        self.rate_factor = 1.0
-        self.skips_non_finite = False
+    target: Target
+    scaler: LossScaler
+    clip: ClipPolicy | None
+    measures_norm: bool
+    layout: ParameterLayout
+    state: StepState
+    finite: FiniteCheck
+    average: WeightAverage | None
+    scheduler: Scheduler | None
+    optimizer_memory: OptimizerStateMemory
+    sharding: UpdateSharding | None
+    after_update: tuple[Callable[[], None], ...]
+    hooks: StepGuard
+    clear: Callable[[], None]
+    resident: ResidentMemory
+    notifier: Notifier
+    scheduled: StepCounter = field(default_factory=StepCounter, init=False)
+    broken_off: str = field(default="", init=False)  # why the last update failed midway
+    rate_factor: float = field(default=1.0, init=False)  # of all learning rates, in addition to the schedule
+    skips_non_finite: bool = field(default=False, init=False)  # skips such updates instead of raising
+    _step: int = field(default=0, init=False)
 
-    def allocate(self) -> None:
-        """Allocate the optimizer's state and temporary memory once, before the first micro-batch.
-
-        Raises:
-            DoesNotFitError: on a rank without enough memory; nothing has changed.
-            RankFailedError: on the other ranks.
-        """
-        self.optimizer_memory.allocate()
+    def __post_init__(self) -> None:
+        self.measures_norm = self.measures_norm or isinstance(self.clip, ClipByNorm)
+        self._has_masters = self.target.update == "master_weights"
+        self._casts = self.target.update == "cast"
 
     def update(self, gradients: Gradients, contributions: Float[Tensor, " terms"], step: int) -> Updated:
         """Make one update and clear the gradients.
@@ -327,7 +293,7 @@ class Updater:
         if self.rate_factor != 1.0:
             rates = tuple(rate * self.rate_factor for rate in rates)
         try:
-            with self._notifier.phase("clip") if self._notifier.observers else _NOTHING:
+            with self.notifier.phase("clip") if self.notifier.observers else _NOTHING:
                 norm = self._clipped(gradients, contributions, step)
         except NonFiniteError:
             if not self.skips_non_finite:
@@ -342,11 +308,11 @@ class Updater:
         self._step = step
         self.broken_off = _INTERRUPTED
         try:
-            with self._notifier.phase("update") if self._notifier.observers else _NOTHING:
+            with self.notifier.phase("update") if self.notifier.observers else _NOTHING:
                 with _NOTHING if self.rate_factor == 1.0 else at_rate(self.target.optimizer, self.rate_factor):
                     stepped = self._stepped(gradients)
                 if stepped:
-                    for update in self._after_update:
+                    for update in self.after_update:
                         update()
                     self.state.release()
                 else:
@@ -385,7 +351,7 @@ class Updater:
             )
             raise
         if warning:
-            self._notifier.warn("scheduler_stepped_twice", warning)
+            self.notifier.warn("scheduler_stepped_twice", warning)
 
     def refuse_broken_off(self) -> None:
         """Raise an `UpdateFailedError` if the last update failed midway."""
@@ -413,7 +379,7 @@ class Updater:
         self.state.release()
 
     def _clear_gradients(self) -> None:
-        self._clear()
+        self.clear()
         if self._has_masters:
             self.target.detach()
 
@@ -426,14 +392,14 @@ class Updater:
         # Before the norm is measured: limits apply to the gradient without fp16's scale.
         if self.scaler.enabled:
             self.scaler.unscale()
-        if self._hooks.may_run:
-            self._hooks.run_hooks(gradients)
-        present = [gradient for gradient in gradients if gradient is not None] if self._measures_norm else []
-        norm = self._layout.norm(present) if present else None
+        if self.hooks.may_run:
+            self.hooks.run_hooks(gradients)
+        present = [gradient for gradient in gradients if gradient is not None] if self.measures_norm else []
+        norm = self.layout.norm(present) if present else None
         if not self.scaler.enabled:  # overflow is common under fp16: the scaler skips the step
             self.finite.check(contributions, norm, step)
-        if self._clip is not None:
-            clip_gradients(gradients, norm, self._clip, self.target.in_groups, self._layout)
+        if self.clip is not None:
+            clip_gradients(gradients, norm, self.clip, self.target.in_groups, self.layout)
         # After clipping, so that the gradient is rounded once.
         if self._casts:
             self.target.cast(gradients)
@@ -459,7 +425,7 @@ class Updater:
                 self.target.copy_back()
             if self.average is not None:
                 self.average.update()
-        self._clear()
+        self.clear()
         if self._has_masters:
             self.target.detach()
         return stepped

@@ -33,7 +33,6 @@ from anybatch.engine.accumulate import LoopContext, MicroBatch, Sums
 from anybatch.engine.loss_check.runs import LossRuns
 from anybatch.engine.micro_batches import to_device
 from anybatch.engine.torch_internals import is_compiled
-from anybatch.engine.two_pass import run_trial
 from anybatch.engine.user_code import SeededGenerators, without_side_effects
 from anybatch.errors import BatchSizeError
 from anybatch.memory.host_memory import HostRoom
@@ -166,6 +165,8 @@ class TrialRuns:
             if self._context.loss.kind.encode is None:
                 self.trial.execute(self._context, lined_up)
             else:
+                from anybatch.engine.two_pass import run_trial  # noqa: PLC0415 (few losses need it)
+
                 run_trial(self._context, self.trial.modules, lined_up, self.num_in_batch)
 
     def _mark(self) -> None:
