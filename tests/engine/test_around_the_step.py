@@ -114,7 +114,7 @@ def test_a_loss_that_is_always_constant_is_refused(value: float) -> None:
     loss = ab.mean_over_samples(lambda _model, _batch: torch.tensor(value))
     with (
         ab.Engine(model, sgd, loss, micro_batch_size=4, check_loss=False) as engine,
-        pytest.raises(LossError, match="no graph"),
+        pytest.raises(LossError),
     ):
         engine.step(InMemory(vectors(7)))
 

@@ -12,6 +12,7 @@ from anybatch.errors import UserError
 from anybatch.testing import relative_error
 from tests.engine.cases import NUM_CLASSES, STRATEGIES, InMemory, classify, perceptron, vectors
 from tests.faults import sees
+from tests.raising import raises
 from tests.ranks_fixture import Ranks
 
 CLIPS: dict[str, Any] = {
@@ -182,6 +183,6 @@ def test_policies_are_one_per_group() -> None:
     """Fewer policies than parameter groups raise an error with both numbers and leave no hook on the model."""
     model = Roles(sparse=False)
     optimizer = torch.optim.SGD(model.groups(), lr=1.0)
-    with pytest.raises(UserError, match=r"clip has 2 policies.* has 4 groups"):
+    with raises(UserError, "clip-groups"):
         ab.Engine(model, optimizer, ab.mean_over_samples(classify), clip=[1.0, None], world=ab.World())
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())  # noqa: SLF001

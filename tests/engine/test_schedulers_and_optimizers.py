@@ -20,6 +20,7 @@ from anybatch.optimizers import CombinedOptimizer
 from anybatch.testing import relative_error
 from tests.engine.cases import InMemory, classify, perceptron, sgd_engine, vectors
 from tests.faults import sees
+from tests.raising import raises, warns
 from tests.ranks_fixture import Ranks
 
 TOLERANCE = 1e-12
@@ -57,7 +58,7 @@ def test_optimizers_that_ask_for_the_loss_again_are_refused(make: Callable[[Any]
     """LBFGS and SAM are refused when the engine is built, with an alternative."""
     model = perceptron()
     optimizer: Any = make(model.parameters()) if given == "instance" else lambda named: make([p for _, p in named])
-    with pytest.raises(CompositionError, match=r"several times per step .* engine\.gradients"):
+    with raises(CompositionError, "several-gradients"):
         engine_of(model, optimizer)
 
 
@@ -65,7 +66,7 @@ def test_a_scheduler_that_needs_a_metric_is_refused_and_can_be_saved(tmp_path: P
     """ReduceLROnPlateau is refused as `scheduler=`, but resumes exactly if the user steps and saves it."""
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UserError, match=r"needs metrics in each step.*engine\.save_also"):
+    with raises(UserError, "step-arguments"):
         engine_of(model, optimizer, scheduler=LR.ReduceLROnPlateau(optimizer))
 
     def run(stop: int | None) -> list[float]:
@@ -96,7 +97,7 @@ def test_a_scheduler_that_is_not_saved_is_said(tmp_path: Path) -> None:
     with engine_of(model, optimizer) as engine:
         engine.step(InMemory(vectors(7)))
         scheduler.step()
-        with pytest.warns(AnyBatchWarning, match=r"not saved.*save_also"):
+        with warns("scheduler_not_saved"):
             engine.save(tmp_path / "run")
         engine.save(tmp_path / "run")  # a second warning would be an error
         engine.save_also(scheduler=scheduler)
@@ -123,9 +124,7 @@ def test_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
     model = perceptron()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with engine_of(model, torch.optim.AdamW(model.parameters())) as engine:
-        with pytest.raises(
-            CheckpointError, match=r"another kind of optimizer: it was saved with torch\.optim\.sgd\.SGD"
-        ):
+        with raises(CheckpointError, "other-optimizer"):
             engine.load(path)
         assert engine.num_steps == 0
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
@@ -257,7 +256,7 @@ def test_a_model_left_in_evaluation_mode_is_said() -> None:
     dropping = nn.Sequential(perceptron(), nn.Dropout(0.5))
     with engine_of(dropping, torch.optim.SGD(dropping.parameters(), lr=0.1)) as engine:
         dropping.eval()
-        with pytest.warns(AnyBatchWarning, match=r"in evaluation mode, so Dropout .*model\.train\(\)"):
+        with warns("model_in_evaluation_mode"):
             engine.step(InMemory(vectors(7)))
         engine.step(InMemory(vectors(7)))  # a second warning would be an error
     dropping.train()

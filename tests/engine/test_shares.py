@@ -11,10 +11,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import anybatch as ab
 from anybatch.core.batch import Position
-from anybatch.errors import AnyBatchWarning, DataError, RankFailedError
+from anybatch.errors import DataError, RankFailedError
 from anybatch.testing import relative_error
 from tests.engine.cases import STRATEGIES, classify, cut, perceptron, sgd_engine, vectors
 from tests.faults import sees
+from tests.raising import warns
 from tests.ranks_fixture import Ranks
 
 
@@ -293,8 +294,7 @@ def steps_of_small_data(num_samples: int, size: int, **options: Any) -> list[int
 @pytest.mark.parametrize("options", [{}, {"effective_batch_size": 32}])
 def test_data_smaller_than_the_effective_batch_are_told(options: dict[str, int]) -> None:
     """A data set that never fills a step causes one warning with both numbers; a short last step causes none."""
-    with pytest.warns(AnyBatchWarning, match=r"fewer than effective_batch_size=32: each step has 20") as caught:
+    with warns("smaller_batches"):
         assert steps_of_small_data(20, 32, **options) == [20, 20]
-    assert len(caught) == 1
     assert steps_of_small_data(40, 32, **options) == [32, 8] * 2
     assert steps_of_small_data(32, 32, **options) == [32] * 2

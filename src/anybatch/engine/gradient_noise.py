@@ -94,7 +94,7 @@ def refuse_noise(noise: GradientNoise | None, loss: Loss, features: Mapping[Feat
         reason = "each rank consists of several processes, and none of them has the whole gradient of a micro-batch"
     if reason:
         message = f"noise=GradientNoise(...) cannot be measured here: {reason}. Or leave noise out."
-        raise CompositionError(message)
+        raise CompositionError(message, code="noise")
 
 
 def refuse_preconditioner(noise: GradientNoise | None, target: Target, prepared: Prepared) -> None:
@@ -112,7 +112,7 @@ def refuse_preconditioner(noise: GradientNoise | None, target: Target, prepared:
         reason = "a rank has only a part of the optimizer's state"
     if reason:
         message = f"GradientNoise(preconditioned=True) cannot be measured here: {reason}. Leave preconditioned out."
-        raise CompositionError(message)
+        raise CompositionError(message, code="preconditioner")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

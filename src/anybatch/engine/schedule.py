@@ -74,7 +74,7 @@ def scheduler_of(scheduler: "Scheduler | SchedulerFunction | None", optimizer: O
             "Step it yourself, for example after engine.evaluate, and save it with the run: "
             "engine.save_also(scheduler=scheduler)."
         )
-        raise UserError(message)
+        raise UserError(message, code="step-arguments")
     return made
 
 

@@ -135,7 +135,7 @@ class StepGuard:
                 "engine calls backward() and clears gradients. For a gradient inside the loss, use "
                 "torch.autograd.grad."
             )
-            raise LossError(message)
+            raise LossError(message, code="gradients-changed")
         return output
 
     def run_hooks(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -198,7 +198,7 @@ class StepGuard:
             f"the trainable parameters have changed since the engine was created. {'; '.join(changes)}. "
             "Close this engine and create a new one, with an optimizer over the parameters to train."
         )
-        raise ParameterError(message)
+        raise ParameterError(message, code="other-parameters")
 
     def _refuse_hooks(self, num_hooks: int) -> None:
         refuse_accumulation_hooks(dict(zip(self._names, self._parameters, strict=True)))
@@ -247,7 +247,7 @@ def refuse_accumulation_hooks(parameters: Mapping[str, torch.Tensor]) -> None:
                 "gradient, use parameter.register_hook, which the engine runs once per step, or "
                 "optimizer.register_step_pre_hook."
             )
-            raise ParameterError(message)
+            raise ParameterError(message, code="accumulation-hook")
 
 
 def _some(names: Sequence[str]) -> str:
