@@ -124,11 +124,7 @@ _OBSERVER = "an object with a method observe(record), such as ab.JsonlLog(path);
 
 
 def refuse_wrong_types(spec: TrainSpec, hardware: Hardware, observer: Observer | None) -> None:
-    """Refuse arguments of a wrong type; values are checked later.
-
-    Raises:
-        UserError: with the argument, its value, and the expected type.
-    """
+    """Refuse arguments of a wrong type; values are checked later."""
     if spec.seed is not None:
         checked_int("seed", spec.seed, least=None)
     world, strategy = hardware.world, hardware.strategy
@@ -193,11 +189,7 @@ class CheckedArguments:
 def check_arguments(
     spec: TrainSpec, hardware: Hardware, loss: Loss, modules: nn.Module, world: World
 ) -> CheckedArguments:
-    """Refuse arguments that cannot work, and return the checked ones.
-
-    Raises:
-        UserError: invalid arguments, with both values and the fix.
-    """
+    """Refuse arguments that cannot work, and return the checked ones."""
     # Before a strategy replaces parameters, which drops their hooks.
     refuse_accumulation_hooks(trainable(modules))
     world = with_device_bytes(world)
@@ -282,9 +274,6 @@ def features_of(
     """Return the features in the composition table's entries that follow from a run's spec, modules and options.
 
     Features that appear only in a forward are missing: activation checkpointing, functions such as `F.dropout`.
-
-    Raises:
-        UserError: an unknown value of `deal`.
     """
     if deal not in get_args(Deal):
         message = f"{deal=} must be one of {', '.join(map(repr, get_args(Deal)))}."
@@ -350,9 +339,6 @@ def refuse_features(
     """Refuse combinations that do not compose, and features that the strategy, with these `needs`, does not support.
 
     A model that is `already_sharded` keeps its parameters under any strategy.
-
-    Raises:
-        CompositionError: with the reasons and alternatives.
     """
     refuse_compositions({**features_of_ranks(needs, world), **features})
     if needs.replaces_parameters and not already_sharded and isinstance(optimizer, Optimizer):

@@ -233,10 +233,6 @@ def refuse_bf16_weights(way: Bf16Weights, modules: nn.Module, optimizer: object,
     """Refuse a value of `bf16_weights` that this model, optimizer or strategy does not support.
 
     The composition table refuses further combinations.
-
-    Raises:
-        UserError: the value is unknown.
-        CompositionError: with the reasons and alternatives.
     """
     if way not in {"copied", "split", "stochastic"}:
         message = f"bf16_weights={way!r} must be 'copied', 'split' or 'stochastic'."

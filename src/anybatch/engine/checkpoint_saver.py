@@ -58,11 +58,7 @@ def _abandoned_after_error(shares: Sequence[SharedSave | None], world: World) ->
 
 @contextmanager
 def loaded_on_all_ranks(path: Path, world: World) -> Iterator[LoadedCheckpoint]:
-    """Open the newest intact checkpoint, the same one on every rank.
-
-    Raises:
-        CheckpointError: no checkpoint is intact, or ranks see different ones.
-    """
+    """Open the newest intact checkpoint, the same one on every rank."""
     found: list[Path] = []
 
     def find() -> list[str]:
@@ -132,11 +128,7 @@ class CheckpointSaver:
     def save(
         self, folder: Path, step: int, state: Mapping[str, Any], *, keep_last: int, in_parts: bool, wait: bool
     ) -> tuple[Path, SavedCheckpoint | None]:
-        """Write a checkpoint; return its path, and the checkpoint if it is complete.
-
-        Raises:
-            CheckpointError, UserError: on the rank that failed; the others raise a RankFailedError with it.
-        """
+        """Write a checkpoint; return its path, and the checkpoint if it is complete."""
         world = self._world
         writers = range(num_processes(world)) if in_parts else [world.first_process]
         process = world.process if in_parts else 0
@@ -164,11 +156,7 @@ class CheckpointSaver:
         return "" if self.writing is None else self.writing.failure
 
     def settle(self) -> SavedCheckpoint | None:
-        """Wait on all ranks for the background save; return its checkpoint unless it was returned before.
-
-        Raises:
-            CheckpointError: it could not be saved; the other ranks raise a RankFailedError with it.
-        """
+        """Wait on all ranks for the background save; return its checkpoint unless it was returned before."""
         writing, self.writing = self.writing, None
         try:
             self._world.run_on_all_processes(None if writing is None else writing.join_writing)
@@ -181,11 +169,7 @@ class CheckpointSaver:
         return None if writing is None else writing.news()
 
     def close(self, *, failed: bool) -> SavedCheckpoint | None:
-        """Wait for the background save on this rank alone, and return its checkpoint as `completed` does.
-
-        Raises:
-            CheckpointError: it could not be saved, or another rank ended before it had written its part.
-        """
+        """Wait for the background save on this rank alone, and return its checkpoint as `completed` does."""
         writing, self.writing = self.writing, None
         if writing is None:
             return None

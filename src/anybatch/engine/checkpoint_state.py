@@ -127,11 +127,7 @@ def _without_buffers(state: Mapping[str, Any], modules: nn.Module) -> dict[str, 
 
 
 def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> list[Remark]:
-    """Restore a collected state; change nothing unless all of it fits.
-
-    Raises:
-        CheckpointError: the state has another model, optimizer or precision; the message has both values.
-    """
+    """Restore a collected state; change nothing unless all of it fits."""
     _check_model(parts.modules, state["model"])
     remarks = _check_optimizer(parts.target, state["optimizer"], state.get("optimizer_class"))
     remarks += _check_further(parts.further, state.get("further", {}))

@@ -31,12 +31,7 @@ class DataProgress:
     has_begun: bool = False
 
     def begin(self, batch: Any) -> Remark | None:  # noqa: ANN401 (any nested batch)
-        """Move the iteration of a batch to this position; return a warning if it is too late, or if data differ.
-
-        Raises:
-            DataError: the position is beyond the data, finished batches were skipped by hand as well, or a resumed run
-                has other data in the middle of an epoch.
-        """
+        """Move the iteration of a batch to this position; return a warning if it is too late, or if data differ."""
         if not isinstance(batch, DatasetBatch):
             return None
         if self.is_resumed and self.order is not None:
@@ -61,11 +56,7 @@ class DataProgress:
         return {"key": self.key, "position": _stored(position), "digest": digest, "order": order}
 
     def _compared(self, batch: DatasetBatch) -> Remark | None:
-        """Compare the data of a resumed run with the data before; return a warning at the beginning of an epoch.
-
-        Raises:
-            DataError: the samples finished in this epoch are others now.
-        """
+        """Compare the data of a resumed run with the data before; return a warning at the beginning of an epoch."""
         iteration, position = batch.iteration, self.position
         if self.key is None or batch.start != position:  # an older checkpoint, or a start that the user chose
             return None
@@ -105,11 +96,7 @@ class RunProgress:
         self._all = [self._newest]
 
     def of(self, batch: Any, warn: Callable[[str, str], None]) -> DataProgress:  # noqa: ANN401 (any nested batch)
-        """Return the progress in the data set of a batch, whose iteration continues there if possible.
-
-        Raises:
-            DataError: several data sets of a checkpoint fit, or the iteration cannot continue there.
-        """
+        """Return the progress in the data set of a batch, whose iteration continues there if possible."""
         iteration = batch.iteration if isinstance(batch, DatasetBatch) else _OWN
         found = self._newest
         if found.iteration is not iteration:

@@ -163,12 +163,7 @@ def _nothing_to_evaluate() -> LossError:
 
 
 def _on_all_ranks(batches: Iterable[Any], world: World) -> Iterator[Any]:
-    """Yield batches until every rank has used all of its batches.
-
-    Raises:
-        DataError: ranks have different numbers of batches; raised on all ranks.
-        RankFailedError: another rank failed while loading a batch.
-    """
+    """Yield batches until every rank has used all of its batches."""
     if world.roll_call is None:
         yield from batches
         return

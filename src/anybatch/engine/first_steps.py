@@ -195,12 +195,7 @@ _NUM_COMPARED = 4
 
 
 def refuse_disagreement(batch: Any, planned: PlannedBatch, world: World) -> None:  # noqa: ANN401 (any nested batch)
-    """Refuse the first step on a data set if the ranks' batches do not fit together.
-
-    Raises:
-        DataError: on every rank: shares of two ranks have exactly the same samples, processes of one rank have
-            different samples, or ranks have different effective batches or data sets.
-    """
+    """Refuse the first step on a data set if the ranks' batches do not fit together."""
     if is_effective_batch(batch):
         # Hashes of whole numbers are the same in every process; hashes of strings are not.
         word = (planned.seed, str(planned.plan), hash(tuple(int(sample) for sample in planned.sample_ids)))

@@ -62,11 +62,7 @@ class GradientNoise:
 
 
 def refuse_noise(noise: GradientNoise | None, loss: Loss, features: Mapping[Feature, str], world: World) -> None:
-    """Refuse to measure if a micro-batch's gradient is not a sum over its samples, or is spread over processes.
-
-    Raises:
-        CompositionError: with the reason.
-    """
+    """Refuse to measure if a micro-batch's gradient is not a sum over its samples, or is spread over processes."""
     if noise is None:
         return
     reason = ""
@@ -98,11 +94,7 @@ def refuse_noise(noise: GradientNoise | None, loss: Loss, features: Mapping[Feat
 
 
 def refuse_preconditioner(noise: GradientNoise | None, target: Target, prepared: Prepared) -> None:
-    """Refuse to precondition if the optimizer has no second moment, or a rank has only a part of it.
-
-    Raises:
-        CompositionError: with the reason.
-    """
+    """Refuse to precondition if the optimizer has no second moment, or a rank has only a part of it."""
     if noise is None or not noise.preconditioned:
         return
     reason = ""

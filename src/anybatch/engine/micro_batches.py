@@ -79,12 +79,7 @@ class CountedBatch(NamedTuple):
 
 
 def plan_effective_batch(batch: Any, placement: Placement, world: World, start: Position) -> PlannedBatch:  # noqa: ANN401
-    """Plan an effective batch, given as a whole or as the shares of the ranks.
-
-    Raises:
-        BatchSizeError: no rank has a sample.
-        DataError: a rank has no sample, and ranks run in lockstep.
-    """
+    """Plan an effective batch, given as a whole or as the shares of the ranks."""
     if isinstance(batch, RankShare) or not is_effective_batch(batch):
         return _plan_share(batch if isinstance(batch, RankShare) else RankShare(batch), placement, world, start)
     if (lengths := lengths_of(batch)) is not None:
@@ -148,10 +143,6 @@ class BatchCounter:
         """Count the terms of the loss, agree on the counts over ranks, and prepare the micro-batches.
 
         If counts need the data, all of this rank's micro-batches are loaded (on the host) before the first one runs.
-
-        Raises:
-            LossError: the count of the whole effective batch is 0, so its loss is undefined.
-            DataError: the count of a rank is 0, and the strategy keeps ranks in lockstep.
         """
         device, micro_batches, left_out = self._world.device, planned.micro_batches, None
         if self._needs_data:
@@ -336,12 +327,7 @@ def is_effective_batch(batch: object) -> bool:
 
 
 def _sizes_on_ranks(count: Callable[[], int], world: World, start: Position) -> list[int]:
-    """Return the number of samples of each rank.
-
-    Raises:
-        DataError: ranks are in different steps, because their loaders differ in length.
-        RankFailedError: another rank ended.
-    """
+    """Return the number of samples of each rank."""
     cure = (
         "If the ranks' loaders differ in length, iterate ab.shares(loader): ranks that finish early then take part "
         "with empty shares until all are done."

@@ -126,12 +126,7 @@ class OptimizerStateMemory:
     made: list[nn.Parameter] = field(default_factory=list, init=False)
 
     def allocate(self) -> None:
-        """Allocate the memory, unless that is already done.
-
-        Raises:
-            DoesNotFitError: on a rank without enough memory; nothing has changed.
-            RankFailedError: on the other ranks.
-        """
+        """Allocate the memory, unless that is already done."""
         if not self.is_allocated:
             self.world.run_on_all_ranks(self._allocate)
             self.is_allocated = True
@@ -260,11 +255,7 @@ def update_bytes(optimizer: Optimizer) -> UpdateBytes:
 
 
 def reserve(num_bytes: int, like: Sequence[torch.Tensor]) -> None:
-    """Allocate this much memory, in pieces of the size that an update needs, and free it to torch's allocator.
-
-    Raises:
-        torch.OutOfMemoryError: there is not enough memory.
-    """
+    """Allocate this much memory, in pieces of the size that an update needs, and free it to torch's allocator."""
     pieces: list[torch.Tensor] = []
     while num_bytes > 0 and like:
         for tensor in like:

@@ -117,11 +117,7 @@ class Parts:
     def failures_reported(
         self, name: str, step: int | None, *, needs_whole_update: bool = False, barrier: bool = False
     ) -> AbstractContextManager[None]:
-        """Return the context of an engine call; see `failures_reported`.
-
-        Raises:
-            UserError: a step is running.
-        """
+        """Return the context of an engine call; see `failures_reported`."""
         if needs_whole_update and self.runner.is_running:
             message = (
                 f"{name} was called during a step, by a loss function, hook or observer, or in another thread. "
@@ -307,11 +303,6 @@ class failures_reported:  # noqa: N801 (used like the functions of contextlib)
     """Context of a call on all ranks: clean up after an error, and report it to the other ranks.
 
     A class, because a generator context is several times as slow, which is measurable in each step.
-
-    Raises:
-        RanksDifferError: another rank made a different call.
-        RankFailedError: a collective failed because another rank has left it.
-        CompositionError: the error comes from a combination that is known not to work.
     """
 
     __slots__ = ("_barrier", "_check", "_name", "_step", "_undo", "_world")

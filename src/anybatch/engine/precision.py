@@ -28,9 +28,6 @@ def autocast(precision: PrecisionName, device: torch.device) -> Callable[..., Ab
     """Return a function that makes the autocast context of one forward, and ignores its arguments.
 
     "fp32" runs the model in its parameters' types. FP8 is not supported.
-
-    Raises:
-        UserError: the precision is unknown.
     """
     if precision not in _AUTOCAST:
         message = f"{precision=} must be one of {', '.join(map(repr, _AUTOCAST))} (FP8 is not supported)."
@@ -111,10 +108,6 @@ def make_target(
     """Pair an optimizer, or a function `named_parameters -> optimizer`, with the trainable parameters.
 
     A function receives float32 master copies instead of bf16 and fp16 parameters, or windows instead of bf16 ones.
-
-    Raises:
-        ParameterError: the optimizer's parameters are not the model's trainable ones.
-        CompositionError: the optimizer computes gradients several times in a step.
     """
     originals = tuple(parameters.values())
     if isinstance(optimizer, Optimizer):

@@ -91,11 +91,7 @@ class ReplicaCheck:
         return tuple(names), tuple(sorted(processes))
 
     def _totals(self, step: int) -> tuple[int, int]:
-        """Return the checksums of whole weights and of parts.
-
-        Raises:
-            DoesNotFitError: out of memory.
-        """
+        """Return the checksums of whole weights and of parts."""
         by_kind: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for weight in self._weights.values():
             by_kind[0 if is_whole(weight) else 1].append(local_part(weight))
@@ -111,11 +107,7 @@ class ReplicaCheck:
         return whole, parts
 
     def refuse(self, step: int) -> NoReturn:
-        """Refuse to continue with replicas that differ, on all ranks.
-
-        Raises:
-            ReplicaError: with the names of the weights that differ.
-        """
+        """Refuse to continue with replicas that differ, on all ranks."""
         names, ranks = self.differing()
         # A pending comparison of an earlier step was successful.
         equal = self._seen_equal if self._pending in (None, step) else self._pending
@@ -215,12 +207,7 @@ class StepMeaning:
         )
 
     def refuse(self, differing: Sequence[int]) -> NoReturn:
-        """Refuse a step that differs between ranks, on all ranks.
-
-        Raises:
-            RanksDifferError: with the step of each rank.
-            ReplicaError: only weights differ; with their names.
-        """
+        """Refuse a step that differs between ranks, on all ranks."""
         roll_call = self.world.roll_call
         assert roll_call is not None
         if tuple(differing) == (_WEIGHTS,):
@@ -303,9 +290,6 @@ def refuse_other_builds(spec: TrainSpec, hardware: Hardware, loss: Loss, modules
     """Refuse to build engines that differ between ranks, on all ranks.
 
     Functions are compared by name, so different functions with the same name pass.
-
-    Raises:
-        RanksDifferError: with the fields that differ, and their values on each rank.
     """
     found = {
         field.name: _text(getattr(one, field.name))
@@ -323,11 +307,7 @@ def refuse_other_builds(spec: TrainSpec, hardware: Hardware, loss: Loss, modules
 
 
 def refuse_other_forms(form: object, world: World) -> None:
-    """Refuse to save in forms that differ between ranks, on all ranks.
-
-    Raises:
-        RanksDifferError: with the fields that differ, and their values on each rank.
-    """
+    """Refuse to save in forms that differ between ranks, on all ranks."""
     if world.roll_call is not None:
         found = {one.name: _text(getattr(form, one.name)) for one in fields(form)}  # type: ignore[arg-type]
         _refuse_differing("called engine.save", found, world)

@@ -42,11 +42,7 @@ SchedulerFunction = Callable[[Optimizer], Scheduler]
 
 
 def scheduler_of(scheduler: "Scheduler | SchedulerFunction | None", optimizer: Optimizer) -> Scheduler | None:
-    """Return the scheduler; a function is called with the optimizer.
-
-    Raises:
-        UserError: the scheduler has no method `step`, belongs to another optimizer, or needs a metric in each step.
-    """
+    """Return the scheduler; a function is called with the optimizer."""
     if scheduler is None:
         return None
     is_valid = callable(scheduler) or hasattr(scheduler, "step")

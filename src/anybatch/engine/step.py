@@ -72,9 +72,6 @@ class StepPlanner:
         """Return the batch with this rank's micro-batches and the divisors of the loss.
 
         `check_loss` is False if a step is repeated, since its samples were checked before.
-
-        Raises:
-            DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
         """
         if self._others_wait:
             planned = self._plan_or_leave(batch, step, progress, first, check_loss=check_loss)

@@ -44,9 +44,6 @@ class StepGuard:
 
     Gradients add up in `.grad`. Between steps the user may change `.grad`, parameters and modes, so each step begins
     with a check of these. The loss function runs while gradients add up, so its calls are checked too.
-
-    Raises:
-        ParameterError: a parameter has a hook that runs after each accumulation.
     """
 
     def __init__(
@@ -84,10 +81,6 @@ class StepGuard:
         """Return the context for running, or repeating, the micro-batches of one effective batch.
 
         It disables the user's hooks on parameters, see `run_hooks`.
-
-        Raises:
-            ParameterError: the set of trainable parameters has changed, or one has a hook that runs after each
-                accumulation.
         """
         if self._modules is not None and not self._trained.are_unchanged:
             self._refuse_other_parameters(self._modules)
@@ -115,9 +108,6 @@ class StepGuard:
         """Call a function with the model, as `Prepared.call` does, and check that it does not change gradients.
 
         Checks all micro-batches of the first steps, and the first micro-batch of later steps.
-
-        Raises:
-            LossError: the function has changed gradients, with `backward()` or `zero_grad()`.
         """
         if not self._looks_left:
             return self._call(function, batch)
@@ -139,11 +129,7 @@ class StepGuard:
         return output
 
     def run_hooks(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Run the user's hooks on parameters (`Tensor.register_hook`) once, on the summed gradients, in place.
-
-        Raises:
-            RankFailedError: a hook raised on another rank; no rank makes the update.
-        """
+        """Run the user's hooks on parameters (`Tensor.register_hook`) once, on the summed gradients, in place."""
         if self._roll_call is None or not self._roll_call.any_hooks:
             if self._hooks:
                 self._run_hooks(gradients, gradients)
@@ -233,11 +219,7 @@ class StepGuard:
 
 
 def refuse_accumulation_hooks(parameters: Mapping[str, torch.Tensor]) -> None:
-    """Refuse user hooks that run after each accumulation.
-
-    Raises:
-        ParameterError: a parameter has such a hook.
-    """
+    """Refuse user hooks that run after each accumulation."""
     names = list(parameters)
     for number, hook in accumulation_hooks(list(parameters.values())):
         if not getattr(hook, "__module__", "").startswith("anybatch."):

@@ -75,12 +75,7 @@ def choose(
     *,
     bf16_weights: Bf16Weights = "copied",
 ) -> StrategyChoice:
-    """Return the strategy that the user chose, or the choice of "auto"; the same on all ranks.
-
-    Raises:
-        UserError: an unknown name.
-        DoesNotFitError: no strategy that is possible with this optimizer fits; raised on all ranks.
-    """
+    """Return the strategy that the user chose, or the choice of "auto"; the same on all ranks."""
     if strategy != "auto":
         return StrategyChoice(choose_strategy(strategy, world))
     comes = already_sharded(modules)

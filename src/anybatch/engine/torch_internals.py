@@ -60,9 +60,6 @@ def is_in_checkpoint(of: Any = torch._C) -> bool:  # noqa: ANN401 (torch)
     """Whether a forward runs inside `torch.utils.checkpoint` with use_reentrant=False.
 
     `torch._C._autograd._top_saved_tensors_default_hooks`: checkpointing is recognized by its saved-tensor hooks.
-
-    Raises:
-        UnsupportedTorchError: the hooks are not accessible, so checkpointing could not be refused.
     """
     try:
         hooks = of._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003 (takes no keyword)
@@ -77,29 +74,18 @@ def active_dispatch_modes(of: Any = dispatch) -> list[Any]:  # noqa: ANN401 (tor
     """Return this thread's dispatch modes, such as a memory ledger, outermost first.
 
     `torch.utils._python_dispatch._get_current_dispatch_mode_stack`.
-
-    Raises:
-        UnsupportedTorchError: torch does not list them, so operations of another thread would be missed.
     """
     with needed_for("norms='exact'"):
         return list(of._get_current_dispatch_mode_stack())
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile(module)` or `module.compile()` was called: `_orig_mod` and `_compiled_call_impl`.
-
-    Raises:
-        UnsupportedTorchError: it was, and the original module is not accessible.
-    """
+    """Whether `torch.compile(module)` or `module.compile()` was called: `_orig_mod` and `_compiled_call_impl`."""
     return uncompiled(module) is not module or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the original module of `torch.compile(module)`, or the module itself: `OptimizedModule._orig_mod`.
-
-    Raises:
-        UnsupportedTorchError: it is compiled, and the original module is not accessible.
-    """
+    """Return the original module of `torch.compile(module)`, or the module itself: `OptimizedModule._orig_mod`."""
     try:
         found: nn.Module = vars(module)["_modules"]["_orig_mod"]
     except KeyError as missing:
@@ -114,9 +100,6 @@ class TrainableParts:
     """A snapshot of a model's modules and parameters, to detect changes in every step.
 
     `Module._parameters` and `_modules`, the dicts of each module: the public iterators take ten times as long.
-
-    Raises:
-        UnsupportedTorchError: modules keep them elsewhere.
     """
 
     def __init__(self, modules: nn.Module) -> None:
@@ -150,9 +133,6 @@ def tensor_hooks(parameters: Sequence[Tensor]) -> list[tuple[int, Callable[[Tens
     """Return every hook of `Tensor.register_hook` on parameters, with the number of its parameter.
 
     `Tensor._backward_hooks`; torch has no public name for them.
-
-    Raises:
-        UnsupportedTorchError: tensors keep them elsewhere.
     """
     try:  # not `needed_for`, which takes longer than the rest of this function, which runs in every step
         tables = list(map(attrgetter("_backward_hooks"), parameters))
@@ -166,9 +146,6 @@ def accumulation_hooks(parameters: Sequence[Tensor]) -> list[tuple[int, Callable
     """Return every hook of `register_post_accumulate_grad_hook`, with the number of its parameter.
 
     `Tensor._post_accumulate_grad_hooks`; torch has no public name for them.
-
-    Raises:
-        UnsupportedTorchError: tensors keep them elsewhere.
     """
     try:
         tables = list(map(attrgetter(_ACCUMULATION_HOOKS), parameters))
@@ -178,11 +155,7 @@ def accumulation_hooks(parameters: Sequence[Tensor]) -> list[tuple[int, Callable
 
 
 def num_accumulation_hooks(parameters: Sequence[Tensor]) -> int:
-    """Return the number of hooks in `accumulation_hooks`, at a tenth of its cost.
-
-    Raises:
-        UnsupportedTorchError: tensors keep them elsewhere.
-    """
+    """Return the number of hooks in `accumulation_hooks`, at a tenth of its cost."""
     try:
         return sum(map(len, filter(None, map(attrgetter(_ACCUMULATION_HOOKS), parameters))))
     except AttributeError as missing:
@@ -198,11 +171,7 @@ def _listed(
 
 @contextmanager
 def without_tensor_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Disable the hooks of `tensor_hooks` within the context; their handles stay valid.
-
-    Raises:
-        UnsupportedTorchError: tensors keep them elsewhere.
-    """
+    """Disable the hooks of `tensor_hooks` within the context; their handles stay valid."""
     numbers = {number for number, _ in tensor_hooks(parameters)}
     taken = [(parameters[number], parameters[number]._backward_hooks) for number in numbers]
     for parameter, _ in taken:
@@ -249,9 +218,6 @@ def widened(modules: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, Callable
     A copy has the same class, attributes and hooks, and separate parameters, buffers and children. Attributes that its
     forward assigns stay in the copy; lists and dicts are shared. `Parameter.data` is not used: changing its type drops
     the gradient accumulator, and with it the hooks of DDP.
-
-    Raises:
-        UnsupportedTorchError: modules keep their parts elsewhere.
     """
     copies = _Copies(dtype)
     with needed_for("The check of the loss"):
@@ -311,11 +277,7 @@ def chained_schedulers(scheduler: object) -> Sequence[object]:
 
 
 def packing_function(of: Any = torch) -> Callable[..., object]:  # noqa: ANN401 (torch)
-    """Return the function in which modes see `nn.utils.rnn.pack_padded_sequence`: `_pack_padded_sequence`.
-
-    Raises:
-        UnsupportedTorchError: it is missing, so dropout on packed sequences would not be detected.
-    """
+    """Return the function in which modes see `nn.utils.rnn.pack_padded_sequence`: `_pack_padded_sequence`."""
     with needed_for("rng='per_sample'"):
         found: Callable[..., object] = of._pack_padded_sequence
     return found

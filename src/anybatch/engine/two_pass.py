@@ -159,9 +159,6 @@ def encode_all(
 
     Gradients stay enabled although only the last graph is used: without them, compiled code and models that check
     `is_grad_enabled` may run differently and draw other random numbers.
-
-    Raises:
-        LossError: `encode` returned no tensors, or tensors whose first axis is not the samples.
     """
     done: list[MicroBatch] = []
     outputs = outputs or Outputs()
@@ -188,14 +185,7 @@ def gather_outputs(
     collective: CollectiveContext,
     note_exchange: Callable[[], None] = lambda: None,
 ) -> tuple[list[torch.Tensor], tuple[bool, ...]]:
-    """Return the tensors of all samples of all ranks in the order of the plan, and which require a gradient.
-
-    Raises:
-        LossError: the tensors of ranks have different shapes or types; raised on every rank.
-        StepAbortedError: a rank has run out of memory before.
-        StepFailedError: a rank has failed before.
-        StepsDifferError: ranks run different steps.
-    """
+    """Return the tensors of all samples of all ranks in the order of the plan, and which require a gradient."""
     # Shares are consecutive, so the order of ranks is the order of the plan.
     sizes = [sum(unit.num_samples for unit in share if unit.weight) for share in plan.shares]
     # Allocate first: after the next message no rank may stay away from the collective.
@@ -264,11 +254,7 @@ def call_on_whole(context: LoopContext, loss: Loss, outputs: Batch, seed: int) -
 
 
 def one_number(value: object) -> torch.Tensor:
-    """Return the value of a loss across samples.
-
-    Raises:
-        LossError: it is not a tensor with a single number and no axis.
-    """
+    """Return the value of a loss across samples."""
     if isinstance(value, torch.Tensor) and not value.dim():
         return value
     what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -281,11 +281,6 @@ class Updater:
     def update(self, gradients: Gradients, contributions: Float[Tensor, " terms"], step: int) -> Updated:
         """Make one update and clear the gradients.
 
-        Raises:
-            NonFiniteError: the loss or the gradient is NaN or infinite.
-            DoesNotFitError: memory ran out before the update; parameters are unchanged.
-            HalfUpdatedError: memory ran out inside the update.
-
         Other errors of the optimizer propagate; see `refuse_broken_off`.
         """
         # The rates of a skipped step are reported as well.

@@ -30,11 +30,7 @@ Model = nn.Module | Mapping[str, nn.Module]
 
 
 def collect_modules(model: Model, loss: Loss) -> nn.Module:
-    """Return one module that contains all trained modules: the model or models, and a loss with parameters.
-
-    Raises:
-        ParameterError: no trainable parameters, a module wrapped for data parallelism, or parameters without data.
-    """
+    """Return one module that contains all trained modules: the model or models, and a loss with parameters."""
     named = dict(model) if isinstance(model, Mapping) else {"model": model}
     for name, module in named.items():
         if not isinstance(module, nn.Module):
@@ -137,11 +133,7 @@ def _is_lazy(module: nn.Module) -> bool:
 
 
 def checked_path(name: str, value: str | Path) -> Path:
-    """Return an argument as a path.
-
-    Raises:
-        UserError: it is not a path.
-    """
+    """Return an argument as a path."""
     refuse_unless(isinstance(value, (str, os.PathLike)), name, value, "the path of a file or folder")
     return Path(value)
 
