@@ -85,12 +85,6 @@ def test_a_verb_of_a_package_that_is_missing(
     assert capsys.readouterr().err == said
 
 
-def test_unknown_verb(capsys: pytest.CaptureFixture[str]) -> None:
-    """An unknown verb ends with status 2 and suggests the closest verb."""
-    assert main(["trian"]) == Status.USAGE
-    assert "Did you mean `anybatch train`?" in capsys.readouterr().err
-
-
 def test_torch_is_imported_late() -> None:
     """Help and option errors do not import torch, so that its thread settings can still be set."""
     done = subprocess.run(  # noqa: S603 (a fixed program)

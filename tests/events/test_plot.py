@@ -214,18 +214,6 @@ def test_what_happened_is_marked_and_counted(log: Path) -> None:
     assert legend(figure) == ["loss of a step", "update skipped (2)", "out of memory (1)", "resumed (1)"]
 
 
-@pytest.mark.parametrize(
-    ("losses", "scale"), [([3.0, 0.2], "linear"), ([3.0, 0.1], "log"), ([3.0, 0.01, -0.1], "linear"), ([0.0], "linear")]
-)
-def test_the_axis_follows_the_losses(log: Path, losses: list[float], scale: str) -> None:
-    """Positive losses that differ by a factor of 30 get a logarithmic axis with plain numbers."""
-    panel = figure_of(log, [step(number, loss) for number, loss in enumerate(losses)]).axes[0]
-
-    assert panel.get_yscale() == scale
-    formatter: Any = panel.yaxis.get_major_formatter()
-    assert [formatter(value, 0) for value in (0.1, 1.0, 20_000.0, 0.0, 1e-7)] == ["0.1", "1", "20,000", "0", "1e-07"]
-
-
 def test_the_title_is_the_geometry(log: Path) -> None:
     """The title has the geometry, device and strategy of each session that changed them."""
     other = "64 samples = 4 ranks x 1 micro-batch x 16"

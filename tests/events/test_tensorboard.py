@@ -2,7 +2,6 @@
 
 import importlib
 import itertools
-import re
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -18,13 +17,10 @@ from anybatch.errors import UserError
 from anybatch.events.tensorboard import TensorBoardLog
 from tests.events.recorded_run import (
     Clock,
-    checkpoint,
-    diagnosis,
     end,
     evaluation,
     memory,
     micro_batch,
-    out_of_memory,
     start,
     step,
 )
@@ -140,25 +136,6 @@ def test_memory_is_a_chart_of_each_number(tmp_path: Path) -> None:
     }
     names = {name for name in charts(tmp_path / "process") if name.startswith("memory")}
     assert names == {"memory_gib/peak", "memory_gib/allocated"}
-
-
-def test_what_happens_is_a_text(tmp_path: Path) -> None:
-    """Diagnoses, checkpoints, out-of-memory events and the end are texts at their steps."""
-    happenings: list[Record] = [
-        diagnosis("early"),
-        start(),
-        checkpoint(1),
-        diagnosis("late", step=1),
-        out_of_memory(2),
-        end(3),
-    ]
-    written(tmp_path, happenings)
-
-    found = texts(tmp_path, "happenings")
-    assert [number for number, _ in found] == [0, 1, 2, 3, 3]
-    assert [re.search("early|saved|late|memory|completed", text)[0] for _, text in found] == [  # type: ignore[index]
-        *("early", "saved", "late", "memory", "completed")
-    ]
 
 
 def test_undone_steps_are_hidden(tmp_path: Path) -> None:

@@ -42,12 +42,10 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(hidden), torch.zeros(len(hidden), dtype=torch.int64))
 
 
-def asked(function: LossFunction = loss, *, train: dict[str, Any] | None = None, **options: Any) -> Largest:
+def asked(function: LossFunction = loss, **options: Any) -> Largest:
     """Return the planner's function for training the network with this loss on a CPU."""
-    declared, fields = ab.mean_over_samples(function), train or {}
-    return planned_largest(
-        lambda: TrainSpec(model=net(), optimizer=sgd, loss=declared, **fields), device=CPU, **options
-    )
+    declared = ab.mean_over_samples(function)
+    return planned_largest(lambda: TrainSpec(model=net(), optimizer=sgd, loss=declared), device=CPU, **options)
 
 
 def planned(num_bytes: int, **options: Any) -> int | None:
@@ -74,15 +72,6 @@ def test_what_is_planned_runs_and_one_more_does_not() -> None:
     enforced = BUDGET + (NUM_SAMPLES - 2 * size) * sample
     assert runs(size, enforced)
     assert not runs(size + 1, enforced)
-
-
-@pytest.mark.slow
-def test_an_average_counts() -> None:
-    """With an exponential moving average of the weights, a smaller size fits."""
-    size = asked(train={"average_decay": 0.9}, budget_bytes=BUDGET, headroom=0.0)(BATCH, NUM_SAMPLES)
-
-    assert size is not None
-    assert size < (planned(BUDGET, headroom=0.0) or 0)
 
 
 @pytest.mark.slow
@@ -117,15 +106,6 @@ def test_auto_takes_it() -> None:
 
 
 @pytest.mark.slow
-def test_a_budget_does_not_count_what_is_only_planned() -> None:
-    """An enforced budget does not count the fake tensors of a plan."""
-    with memory_budget(2**20, BATCH) as budget:
-        assert planned(2**30) == NUM_SAMPLES
-
-    assert budget.num_refused == 0
-
-
-@pytest.mark.slow
 def test_nothing_can_be_planned() -> None:
     """If planning is impossible or no sample fits, the reason is recorded and the step runs anyway."""
 
@@ -133,9 +113,9 @@ def test_nothing_can_be_planned() -> None:
         return loss(model, batch[batch.sum(1) > -(10**9)])
 
     ask = asked(chosen, budget_bytes=BUDGET)
-    with pytest.raises(CannotPlanError, match="cannot plan, will probe"):
+    with pytest.raises(CannotPlanError):
         ask(BATCH, NUM_SAMPLES)
-    with pytest.raises(PlanError, match="does not fit even one sample"):
+    with pytest.raises(PlanError):
         planned(1000)
     auto = Auto(largest=ask)
     with ab.Engine(net(), sgd, ab.mean_over_samples(chosen), micro_batch_size=auto, check_loss=False) as engine:

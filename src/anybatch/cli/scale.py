@@ -45,7 +45,10 @@ def run(words: Sequence[str]) -> int:
     given = make_parser().parse(words)
     let_threads_sleep()
     if given.log is not None:
-        return read_a_log(given.log)
+        from anybatch.diagnostics.scaling.from_log import read_steps
+
+        sys.stdout.write(f"{given.log}: parts of a step\n{read_steps(given.log)}\n")
+        return Status.DONE
     return scale_recipe(given) if given.forecast is None else run_forecast(given)
 
 
@@ -177,14 +180,6 @@ def scale_recipe(given: argparse.Namespace) -> int:
             tell=tell,
         )
     print_report(f"{given.recipe}: what limits scaling?", report, draw_scaling, given)
-    return Status.DONE
-
-
-def read_a_log(path: Path) -> int:
-    """Print the parts of a step by the log of a run, and return the exit status."""
-    from anybatch.diagnostics.scaling.from_log import read_steps
-
-    sys.stdout.write(f"{path}: parts of a step\n{read_steps(path)}\n")
     return Status.DONE
 
 

@@ -50,8 +50,15 @@ def json_schema() -> Schema:
         "$defs": {
             **{record.kind: _record_schema(record) for record in records},
             "unknown": unknown,
-            "number": _number(),
-            "flag": _flag(),
+            "number": {
+                "anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}, {"type": "null"}],
+                "description": "a number; NaN and the infinities, which JSON lacks, are the strings that Python's "
+                "float() and JavaScript's Number() read; null if it could not be read from its device",
+            },
+            "flag": {
+                "type": ["boolean", "null"],
+                "description": "a truth value; null if it could not be read from its device",
+            },
         },
     }
 
@@ -79,21 +86,6 @@ def _envelope() -> Schema:
             "description": "when the record arrived, on a clock that only goes forward and whose zero means nothing: "
             "take differences, between lines after the same start record",
         },
-    }
-
-
-def _number() -> Schema:
-    return {
-        "anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}, {"type": "null"}],
-        "description": "a number; NaN and the infinities, which JSON lacks, are the strings that Python's float() and "
-        "JavaScript's Number() read; null if it could not be read from its device",
-    }
-
-
-def _flag() -> Schema:
-    return {
-        "type": ["boolean", "null"],
-        "description": "a truth value; null if it could not be read from its device",
     }
 
 

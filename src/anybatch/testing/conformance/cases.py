@@ -63,13 +63,8 @@ class LossTerms:
 class Case:
     """A training task whose result must not depend on the split.
 
-    Attributes:
-        name: its name in tables, such as "ragged tokens".
-        model: builds the model, with the same weights each time.
-        samples: builds all samples, along the first axis of every tensor.
-        loss: the loss to minimise.
-        effective_batch_size: samples of one optimizer step; the last step has the remaining ones.
-        micro_batch_sizes: the splits to try.
+    `model` builds the model, with the same weights each time, `samples` all samples, along the first axis of every
+    tensor. The last step has the remaining samples. `micro_batch_sizes` are the splits to try.
     """
 
     name: str
@@ -118,9 +113,8 @@ class SplitCase:
 class TrainerStep:
     """The gradient and samples of one optimizer step.
 
-    Attributes:
-        gradients: parameter name -> gradient; None for a parameter that no backward has reached.
-        sample_ids: positions of its samples in the data; None if the trainer does not report them.
+    A gradient is None for a parameter that no backward has reached. `sample_ids` are positions in the data; None if the
+    trainer does not report them.
     """
 
     gradients: Gradients

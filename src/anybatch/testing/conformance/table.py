@@ -30,11 +30,7 @@ LoopFault = Literal["constant divisor", "mean of means", "dropped tail", "duplic
 
 
 class EngineAdapter:
-    """`anybatch.Engine`, through its public interface.
-
-    Args:
-        strategy: strategy of the engine.
-    """
+    """`anybatch.Engine`, through its public interface."""
 
     name = "anybatch"
 
@@ -135,11 +131,8 @@ _NAMED: tuple[LoopFault, ...] = ("mean of means", "constant divisor", "duplicate
 class Row:
     """One case with one split.
 
-    Attributes:
-        case: name of the case.
-        micro_batch_size: the split.
-        error: largest relative error of a step's gradient; infinite where steps are missing, or the trainer raised.
-        reason: the reason of a failure, in a sentence; empty on success.
+    `error` is the largest relative error of a step's gradient; infinite where steps are missing, or the trainer raised.
+    `reason` is the reason of a failure, in a sentence; empty on success.
     """
 
     case: str
