@@ -187,19 +187,6 @@ def test_init_writes_a_recipe_that_runs(tmp_path: Path, capsys: pytest.CaptureFi
     assert sum(bool(line.strip()) for line in init.TEMPLATE.splitlines()) <= 25
 
 
-@pytest.mark.parametrize(
-    ("name", "said"), [("train.txt", "train.py"), ("no/train.py", "folder no does not exist"), ("a-b.py", "_")]
-)
-def test_init_refuses(
-    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A name that cannot be imported, or a missing folder, is an error, and nothing is written."""
-    monkeypatch.chdir(tmp_path)
-    assert main(["init", name]) == Status.USAGE
-    assert said in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 def test_env_names_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     """`anybatch env` prints versions and hardware, but no paths, user names or host names."""
     assert main(["env"]) == Status.DONE
@@ -228,25 +215,6 @@ def test_resume_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "add --resume" in capsys.readouterr().err
     assert main(["train", "--resume", "--out", str(tmp_path / "none")]) == Status.FILES
     assert "run.json is missing" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "status", "said"),
-    [
-        ("no_such.py:job", Status.USAGE, "there is no file 'no_such.py'"),
-        ("no.such:job", Status.USAGE, "no module 'no.such'"),
-        (f"{SPEC} --micro-batch-size 2 --accumulation-steps 3 --effective-batch-size 8", Status.USAGE, "contradicts"),
-    ],
-)
-def test_messages_without_traceback(
-    words: str, status: Status, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An expected error prints a message, sets a status, and leaves no folder."""
-    assert main(["train", *words.split(), "--out", str(tmp_path / "run")]) == status
-    printed = capsys.readouterr().err
-    assert said in printed
-    assert "Traceback" not in printed
-    assert not (tmp_path / "run").exists()
 
 
 def test_taken_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,10 +33,9 @@ def job():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["digits", "text"])
-def test_recipes_are_exact(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_are_exact(capsys: pytest.CaptureFixture[str]) -> None:
     """A built-in recipe is exact in every cut, and the exit status is 0."""
-    status = main(["check", recipe, "--samples", "5", "--micro-batch-size", "2"])
+    status = main(["check", "digits", "--samples", "5", "--micro-batch-size", "2"])
 
     printed = capsys.readouterr().out
     assert status == Status.DONE

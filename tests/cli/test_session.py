@@ -58,16 +58,6 @@ def test_stopped_and_resumed_is_the_same_run(straight: Path, tmp_path: Path, num
     assert resumed.metrics["error"] == logged(straight, "evaluate")[-1]["metrics"]["error"]
 
 
-def test_own_order_is_kept_by_a_resume(tmp_path: Path) -> None:
-    """A job without shuffling keeps its order after a resume."""
-    job = dataclasses.replace(small.job(), shuffle=False)
-    train(job, tmp_path, RunConfig(micro_batch_size=1, epochs=2), world=ONE, stop=small.StopAfter(3))
-    train(job, tmp_path, resume=True, world=ONE, stop=lambda: False)
-
-    expected = [list(range(NUM_SAMPLES))[start : start + BATCH_SIZE] for start in range(0, NUM_SAMPLES, BATCH_SIZE)]
-    assert list(small.samples_of_steps(tmp_path).values()) == 2 * expected
-
-
 def test_a_ramp_is_kept_by_a_resume(tmp_path: Path) -> None:
     """A ramped run that is stopped within or between stages and resumed without options has bitwise the same steps."""
     ramp = RunConfig(effective_batch_size=BatchRamp((4, 20), (8, 40), (16, None)), micro_batch_size=4, epochs=2)

@@ -104,13 +104,12 @@ def run_into(target: int, words: list[str], folder: Path) -> subprocess.Complete
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["--version"], ["train", SPEC, "--steps", "1", "--out", "{folder}/run"]])
-def test_closed_pipe(words: list[str], tmp_path: Path) -> None:
+def test_closed_pipe(tmp_path: Path) -> None:
     """A command ends quietly if its output is closed, as by `| head`; a run is complete by then."""
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        done = run_into(writer, [word.format(folder=tmp_path) for word in words], Path.cwd())
+        done = run_into(writer, ["train", SPEC, "--steps", "1", "--out", str(tmp_path / "run")], Path.cwd())
     finally:
         os.close(writer)
     assert done.returncode == Status.CLOSED_PIPE

@@ -144,7 +144,7 @@ def test_smoothing_is_a_weighted_mean(values: list[float], num_steps: float) -> 
 # ---- pictures ----
 
 
-@pytest.mark.parametrize("num_steps", [1, 10, 1_000])
+@pytest.mark.parametrize("num_steps", [10, 1_000])
 def test_the_loss_is_drawn(log: Path, num_steps: int) -> None:
     """Every loss is drawn, with a smoothed line from 50 steps on, and with dots below that."""
     panel = figure_of(log, whole_run(num_steps)).axes[0]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import anybatch as ab
-from anybatch.errors import DataError, LossError, UserError
+from anybatch.errors import DataError, UserError
 from anybatch.recipes.load import SMALLEST_RECIPE, load_recipe
 from anybatch.recipes.start import start
 from tests.raising import raises
@@ -42,7 +42,7 @@ def test_the_smallest_recipe_is_one(tmp_path: Path) -> None:
     assert losses[-1] < 0.2 * losses[0]
 
 
-@pytest.mark.parametrize("name", ["file.py", "file.py:job", "file:job", "file"])
+@pytest.mark.parametrize("name", ["file.py", "file:job"])
 def test_files_and_modules_from_the_working_directory(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,13 +169,6 @@ def test_errors_below_the_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with raises(UserError, "user-code") as caught:
         load_recipe("broken.inside:job")
     assert "No module named 'no_such_module'" in str(caught.value)
-
-
-def test_our_own_errors_stay_what_they_are(tmp_path: Path) -> None:
-    """A validation error of `Job` inside a recipe keeps its type."""
-    text = SMALLEST_RECIPE.replace("loss=ab.mean_over_samples(loss)", "loss=None")
-    with raises(LossError, "not-a-loss"):
-        load_recipe(written(tmp_path, text))
 
 
 def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,36 +164,6 @@ def test_configurations_make_models_that_run(kind: str | None, labels: tuple[int
     assert loss_of(subject) > 0
 
 
-@pytest.mark.slow
-def test_models_of_two_halves_are_planned_by_their_type() -> None:
-    """For a T5 configuration, which has no default decoder start token, the plan sets one to shift the labels."""
-    subject = load_subject("t5", sequence_length=8)
-    with torch.device("meta"):
-        model = subject.train().model
-
-    assert subject.sample["input_ids"].shape == (1, 8)
-    assert isinstance(model, transformers.T5ForConditionalGeneration)
-    assert model.config.decoder_start_token_id == 0
-
-
-def test_images_are_made_up_too() -> None:
-    """A vision model gets a sample with its image size."""
-    config = transformers.ViTConfig(
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=24,
-        image_size=32,
-        patch_size=16,
-        architectures=["ViTForImageClassification"],
-    )
-
-    subject = subject_of_config(config)
-
-    assert subject.sample["pixel_values"].shape == (1, 3, 32, 32)
-    assert loss_of(subject) > 0
-
-
 def test_configuration_in_a_file(tmp_path: Path) -> None:
     """A config.json works like its configuration object; a sequence may be shorter than the maximum."""
     config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=32, vocab_size=40)
