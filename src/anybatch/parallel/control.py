@@ -211,12 +211,7 @@ class PendingMessage:
         resources.num_pending += 1
 
     def wait(self) -> None:
-        """Wait until every rank has sent its part.
-
-        Raises:
-            RuntimeError: another rank has ended.
-            RankFailedError, RanksDifferError: another rank will not send its part.
-        """
+        """Wait until every rank has sent its part; raise the reason if one has ended or will not send it."""
         try:
             self._resources.roll_call.wait(self._work, in_control_group=True)
         finally:

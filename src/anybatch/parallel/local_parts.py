@@ -37,8 +37,3 @@ def with_local_part(part: Tensor, like: Tensor) -> Tensor:
 def is_whole(tensor: Tensor) -> bool:
     """Return whether this rank holds all of a tensor: a plain one, or a `DTensor` that is replicated."""
     return not is_dtensor(tensor) or all(placement.is_replicate() for placement in cast("Any", tensor).placements)
-
-
-def ranks_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return the ranks of a `DTensor`'s mesh, by number in the default group."""
-    return tuple(cast("Any", tensor).device_mesh.mesh.flatten().tolist())

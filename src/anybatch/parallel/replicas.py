@@ -1,7 +1,7 @@
 """Parameters on several ranks: replicas start equal, and split parameters get their layout or are refused."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anybatch.errors import CompositionError, ParameterError, ReplicaError
-from anybatch.parallel.local_parts import is_dtensor, is_whole, local_part, ranks_of
+from anybatch.parallel.local_parts import is_dtensor, is_whole, local_part
 from anybatch.parallel.strategy import Capabilities, ParameterLayout
 from anybatch.parallel.world import World
 
@@ -124,10 +124,11 @@ def refuse_misplaced(modules: nn.Module, needs: Capabilities, world: World, prec
         raise ParameterError(message)
     along = set(world.data_groups[world.data_group])
     for name, parameter in parts.items():
-        shared = sorted(along.intersection(ranks_of(parameter)))
+        ranks: list[int] = cast("Any", parameter).device_mesh.mesh.flatten().tolist()
+        shared = sorted(along.intersection(ranks))
         if len(shared) > 1:
             message = (
-                f"parameter {name!r} is a DTensor over ranks {list(ranks_of(parameter))}. Of these, {shared} are "
+                f"parameter {name!r} is a DTensor over ranks {ranks}. Of these, {shared} are "
                 f"data-parallel ranks ({world.size} in all), so ranks that run one model together would get "
                 "different samples. Tell the engine the data-parallel dimension of your mesh: "
                 "Engine(..., world=ab.World.of_mesh(mesh['dp'])), where mesh = init_device_mesh(device, (num_replicas, "

@@ -138,10 +138,8 @@ class RollCall:
     def enter(self, name: str, step: int | None, *, barrier: bool) -> None:
         """Begin a call that every rank has to make. Sends nothing.
 
-        With `barrier`, `wait_at_barrier` waits for all ranks, for rare calls. `step` is None between steps.
-
-        Raises:
-            UserError: this rank is in a call already.
+        With `barrier`, `wait_at_barrier` waits for all ranks, for rare calls. `step` is None between steps. Raise a
+        `UserError` if this rank is in a call already.
         """
         if self._inside:
             message = (
@@ -157,13 +155,8 @@ class RollCall:
     def wait_at_barrier(self) -> None:
         """If this call is a barrier, wait through the store until all ranks are in it.
 
-        So no message of one call can be paired with another call's.
-
-        Raises:
-            RanksDifferError: another rank has made a different call.
-            RankFailedError: another rank cannot come.
-            WorldError: another rank has not come before the timeout; or this rank has abandoned a message that the
-                others still wait for, so it can send no more.
+        So no message of one call can be paired with another call's. Raise a `WorldError` with the reason if another
+        rank does not come; or if this rank has abandoned a message that the others still wait for.
         """
         if self._out_of_step:
             message = (
@@ -215,11 +208,7 @@ class RollCall:
         """Wait for a collective on the CPU, and check on the other ranks from time to time.
 
         `in_control_group` is whether the collective belongs to this world alone; other groups serve later worlds too.
-
-        Raises:
-            RankFailedError: another rank has ended, or has left this call with an error.
-            RanksDifferError: another rank has made a different call.
-            WorldError: another rank has not come before the timeout.
+        Raise a `WorldError` with the reason if another rank does not come: see `_cause` and `_late_ranks`.
         """
 
         def wait(patience: timedelta) -> bool:
@@ -390,11 +379,8 @@ class RollCall:
     def _peer_has_failed(self, *, was_left: bool) -> bool:
         """Return whether another rank has left this call with an error.
 
-        `was_left`: it had left at the last check already, so everything that it sent has arrived since.
-
-        Raises:
-            RankFailedError: it had, and the awaited message has not arrived; or a rank on this host has ended.
-            RanksDifferError: another rank has made a different call.
+        `was_left`: it had left at the last check already, so everything that it sent has arrived since. Then, or if a
+        rank has ended or made a different call, raise the `WorldError` with that reason.
         """
         self._raise_if_ended()
         if not self._inside:  # a message between calls, such as a vote

@@ -141,9 +141,7 @@ def sharded_group(module: nn.Module) -> "ShardedGroup | None":
 class ShardedGroup:
     """Parameters that FSDP2 gathers in one collective, and whose gradients it reduces in one: `FSDPParamGroup`.
 
-    Attributes:
-        shards: the parameters, as the optimizer sees them.
-        mesh: the mesh of the shards; if it has two dimensions, replicas are along the first.
+    `shards` are the parameters as the optimizer sees them. If `mesh` has two dimensions, replicas are along the first.
     """
 
     def __init__(self, group: Any) -> None:  # noqa: ANN401 (torch)
