@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import ChainedScheduler, StepLR
 
 import anybatch as ab
-from anybatch.errors import AnyBatchWarning, LossError, NonFiniteError, ParameterError
+from anybatch.errors import AnyBatchWarning, LossError, ParameterError
 from anybatch.testing import relative_error
 from tests.engine.cases import Batch, InMemory, classify, language_model, perceptron, sentences, vectors
 from tests.ranks_fixture import Ranks
@@ -119,33 +119,6 @@ def test_a_loss_that_is_always_constant_is_refused(value: float) -> None:
         engine.step(InMemory(vectors(7)))
 
 
-class Waves(nn.Module):
-    """A model with complex and real weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.default_generator.manual_seed(0)
-        self.phase = nn.Parameter(torch.randn(5, dtype=torch.complex128))
-        self.real = nn.Linear(5, 1).double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return one number per sample."""
-        squares: torch.Tensor = self.real(x).squeeze(1).square()
-        return squares + (x * self.phase).sum(1).abs().square()
-
-
-def test_complex_parameters_with_a_late_count() -> None:
-    """Gradients of complex and real parameters are divided correctly by a count known only after the forward."""
-    model, plain = Waves(), Waves()
-    with ab.Engine(model, sgd, lambda net, batch: net(batch["x"]), micro_batch_size=2, check_loss=False) as engine:
-        engine.step(InMemory(vectors(7)))
-    optimizer = sgd(plain.parameters())
-    plain(vectors(7)["x"]).mean().backward()
-    optimizer.step()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert float((one - other).detach().abs().max()) <= TOLERANCE
-
-
 TEMPERATURE = nn.Parameter(torch.ones((), dtype=torch.float64))
 
 
@@ -224,22 +197,6 @@ def test_an_undeclared_loss_per_word_is_evaluated_as_it_is_trained(size: int | N
         partial = functools.partial(each_word)
         assert engine.evaluate([InMemory(batch)], partial) == pytest.approx({"each_word": expected}, rel=1e-12)
         assert set(engine.evaluate([InMemory(batch)], lambda net, part: each_word(net, part) * 2)) == {"metric"}
-
-
-def test_what_was_not_finite_before_is_named() -> None:
-    """An error about NaN names only the buffers and weights that were not finite before the step."""
-    model = nn.Sequential(perceptron(), nn.BatchNorm1d(4).double())
-    optimizer, loss = sgd(model.parameters()), ab.mean_over_samples(classify)
-    with ab.Engine(model, optimizer, loss, norms="keep", micro_batch_size=4, check_loss=False) as engine:
-        bad = vectors(7)
-        bad["x"][0] = torch.nan
-        with pytest.raises(NonFiniteError) as caught:
-            engine.step(InMemory(bad))
-        assert "running_mean" not in str(caught.value)
-        model[1].get_buffer("running_var")[0] = torch.inf
-        model.get_parameter("0.0.weight").data[0] = torch.nan
-        with pytest.raises(NonFiniteError, match=r"'1.running_var', '0.0.weight'"):
-            engine.step(InMemory(vectors(7)))
 
 
 class Experts(nn.Module):

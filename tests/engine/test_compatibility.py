@@ -3,7 +3,6 @@
 `make test-published` runs them, and CI a part of them for each commit.
 """
 
-import re
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from torch._dynamo import config as dynamo_config
 
 import anybatch as ab
 from anybatch.core.compatibility import Feature, Verdict, cell, pairs
-from anybatch.errors import CompositionError, UserError
+from anybatch.errors import UserError
 from anybatch.parallel.single import Single
 from anybatch.parallel.strategy import Capabilities
 from tests.engine.combined_runs import Pair, combined_runs
@@ -23,7 +22,6 @@ from tests.engine.compatibility_cases import (
     Found,
     Keeping,
     build,
-    changes,
     complete,
     run,
     runs_of,
@@ -131,32 +129,6 @@ def test_refused(pair: Pair, outcomes: Outcomes) -> None:
         assert cell(*pair).reason in found.refusal
         assert cell(*pair).remedy in found.refusal
         assert not found.changed
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "feature", "expected"),
-    [
-        (
-            Capabilities(name="mine"),
-            Feature.SPARSE,
-            "does not support sparse gradients (module 'words' has sparse=True)",
-        ),
-        (Capabilities(name="mine", float32_accumulation=False), Feature.CAST, "'words.weight' is torch.bfloat16"),
-        (
-            Capabilities(name="mine", replaces_parameters=True),
-            Feature.DIRECT,
-            "lambda named: torch.optim.Keeping(named",
-        ),
-    ],
-)
-def test_other_strategies_answer_for_themselves(capabilities: Capabilities, feature: Feature, expected: str) -> None:
-    """A custom strategy is refused what its capabilities exclude, without side effects."""
-    network, objective = build(complete({feature}))
-
-    with pytest.raises(CompositionError, match=re.escape(expected)):
-        ab.Engine(network, Keeping(network.parameters()), objective.declared(), strategy=Mine(capabilities))
-    parameters = dict(network.named_parameters())
-    assert not changes(parameters, {name: p.detach().clone() for name, p in parameters.items()}, network, built=False)
 
 
 class Mine(Single):

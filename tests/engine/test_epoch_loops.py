@@ -164,21 +164,6 @@ def test_data_sets_in_turn_lose_nothing(length: dict[str, int]) -> None:
             assert sorted(ids[start : start + number]) == list(range(number))
 
 
-def test_evaluating_moves_nothing() -> None:
-    """Evaluating in every epoch does not change the run, and always reads the same held-out data."""
-    expected = in_one_loop(Augmented)
-    data, held_out = Augmented(), batches(Augmented(8), shuffle=False)
-    seen: Seen = []
-    values = []
-    with make_engine() as engine:
-        for _ in range(3):
-            seen += step(engine, batches(data))
-            values.append(engine.evaluate(held_out, lambda _, batch: batch[:, 1]))
-        assert torch.equal(weights(engine), expected[1])
-    assert seen == expected[0]
-    assert values[0] == values[1] == values[2]
-
-
 def test_batches_taken_ahead_are_told() -> None:
     """A list of batches cannot follow the engine's position: stepping it warns that an epoch repeats."""
     data = Augmented()

@@ -131,21 +131,6 @@ def test_one_rank_trains_as_if_nothing_were_there(name: str) -> None:
     assert codes == [WARNED] * warns
 
 
-def test_engines_over_one_bf16_model_take_turns() -> None:
-    """Two alternating engines over a bf16 model, whose gradients add up outside of `.grad`, equal one, bit for bit."""
-    ends = []
-    for num_engines in (1, 2):
-        model, batch = perceptron().bfloat16(), vectors(7)
-        batch["x"] = batch["x"].bfloat16()
-        engines = [sgd_engine(model, micro_batch_size=2, check_loss=False) for _ in range(num_engines)]
-        for step in range(4):
-            engines[step % num_engines].step(InMemory(batch))
-        for engine in engines:
-            engine.close()
-        ends.append([parameter.detach() for parameter in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
-
-
 def clamped(model: nn.Module) -> None:
     """Register a hook on each parameter that clamps its gradient."""
     for parameter in model.parameters():
@@ -430,33 +415,6 @@ def test_a_hook_that_raises_on_one_rank_stops_all(strategy: str, two_ranks: Rank
     assert [error for error, _, _ in ends] == ["RankFailedError", "ValueError"]
     assert all(is_as_before for _, is_as_before, _ in ends)
     assert max(distance for _, _, distance in ends) <= TOLERANCE
-
-
-def hook_on_one_rank(strategy: str) -> int:
-    """Run on every rank: return how often a hook that only rank 0 has is called in two steps."""
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    world, model, seen = ab.World.from_environment(), perceptron(), []
-    if world.rank == 0:
-        model.get_parameter("0.weight").register_hook(lambda gradient: seen.append(gradient.shape))
-    with ab.Engine(
-        model,
-        lambda named: torch.optim.SGD(named, lr=0.1),
-        ab.mean_over_samples(classify),
-        micro_batch_size=3,
-        strategy=strategy,
-        check_loss=False,
-        world=world,
-    ) as engine:
-        for _ in range(NUM_STEPS):
-            engine.step(InMemory(vectors(13)))
-    assert all(shape == perceptron().get_parameter("0.weight").shape for shape in seen)
-    return len(seen)
-
-
-@pytest.mark.parametrize("strategy", ["all_reduce", "zero1", "fsdp"])
-def test_one_rank_alone_may_have_a_hook(strategy: str, two_ranks: Ranks) -> None:
-    """A hook on rank 0 alone sees full gradients, and no rank hangs."""
-    assert two_ranks.run(hook_on_one_rank, strategy) == [NUM_STEPS, 0]
 
 
 def critic_loss(generator: nn.Module) -> Callable[[nn.Module, Batch], torch.Tensor]:

@@ -140,19 +140,6 @@ def test_parts_count_what_the_loss_counts() -> None:
     assert float(noise.items_per_sample) == num_unmasked(vectors(NUM_SAMPLES)) / NUM_SAMPLES
 
 
-def test_counts_that_come_with_the_loss() -> None:
-    """An undeclared loss that returns sum and count is measured like a declared one."""
-
-    def late(model: Any, batch: Batch) -> ab.LossSum:
-        total = F.cross_entropy(model(batch["x"]), masked(batch), reduction="sum")
-        return ab.LossSum(total, (masked(batch) != -100).sum())
-
-    noise = make_engine(loss=late).step(InMemory(vectors(NUM_SAMPLES))).noise
-
-    assert noise is not None
-    assert_equal((noise.squared_norms, noise.variances), by_hand([5, 5, 5, 5, 3], count=num_unmasked, loss=masked_loss))
-
-
 def test_preconditioned() -> None:
     """Preconditioned noise divides gradients by Adam's denominator; before Adam's first step nothing is measured."""
     engine = make_engine(

@@ -9,7 +9,6 @@ from anybatch.testing import run_ranks
 from tests.engine.ranks_apart import (
     APART,
     NUM_BATCHES,
-    NUM_LOOKS,
     Told,
     called_by_one,
     changes_weight,
@@ -22,7 +21,6 @@ from tests.engine.ranks_apart import (
     saves_without_the_others,
     sets_rate,
     skips,
-    slow,
 )
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
@@ -151,12 +149,3 @@ def test_a_rank_that_calls_nothing(tmp_path: Path) -> None:
     assert waited is not None, outcomes[0].error
     assert waited.startswith("WorldError: rank 1 has not come to engine.save at step 0 within 1 seconds")
     assert silent == ""
-
-
-def test_a_slow_rank_is_waited_for(two_ranks: Ranks) -> None:
-    """A rank that is merely slow is not mistaken for a failed one, however often the others check."""
-    (other, num_looks), (late, _) = two_ranks.run(slow, "all_reduce")
-    assert num_looks >= NUM_LOOKS
-    for told in (other, late):
-        assert told.kinds == ["0", "1", "done", "2"]
-        assert_trained(told, [0, 1, 2])

@@ -15,7 +15,6 @@ from anybatch.engine.torch_internals import (
     active_dispatch_modes,
     is_in_checkpoint,
     packing_function,
-    state_maker,
     tensor_hooks,
     widened,
     without_tensor_hooks,
@@ -79,18 +78,6 @@ def test_wider_copies_are_modules_of_their_own() -> None:
         assert copy_of(module) is wide
     assert cached.table is not None
     assert cached.table.dtype is torch.float32
-
-
-def test_state_of_torch_s_optimizers_can_be_made_beforehand() -> None:
-    """Torch's optimizers have a state function; user classes, and optimizers without the function, have none."""
-    parameters = [nn.Parameter(torch.ones(1))]
-    adam = torch.optim.Adam(parameters)
-    user_s: Any = type("Mine", (torch.optim.Adam,), {"__module__": "mine"})(parameters)
-    without: Any = type("Other", (torch.optim.Optimizer,), {"__module__": "torch.optim.other"})(parameters, {})
-
-    assert state_maker(adam) is not None
-    assert state_maker(user_s) is None
-    assert state_maker(without) is None
 
 
 @pytest.mark.parametrize(

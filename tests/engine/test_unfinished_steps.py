@@ -10,7 +10,6 @@ from anybatch.errors import UpdateFailedError
 from tests.engine.cases import InMemory
 from tests.engine.unfinished_steps import (
     WAYS,
-    FaultError,
     Outcome,
     Trial,
     UserInterrupt,
@@ -158,17 +157,3 @@ def test_interrupted_before_the_step_is_counted(monkeypatch: pytest.MonkeyPatch,
         trial.engine.step(InMemory(samples(1)))
     trial.engine.load(tmp_path)
     trial.engine.step(InMemory(samples(1)))
-
-
-def test_a_state_that_cannot_be_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If restoring fails, the first error is raised, with a note about the second."""
-
-    def fail(_: object) -> None:
-        raise RuntimeError
-
-    trial = Trial("single", {}, ab.World())
-    monkeypatch.setattr("anybatch.engine.updater.StepState.restore", fail)
-    error = trial.fail("loss")
-
-    assert isinstance(error, FaultError)
-    assert any("RuntimeError" in note for note in error.__notes__)
