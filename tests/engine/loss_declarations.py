@@ -56,18 +56,6 @@ class Tagger(nn.Module):
         return logits if labels is None else {"loss": mean_over_words(logits, labels), "logits": logits}
 
 
-class Matcher(nn.Module):
-    """Compares all samples with each other and returns the matrix, as CLIP does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = Classifier()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        ones: torch.Tensor = F.normalize(self.encode(x), dim=1)
-        return 5 * ones @ F.normalize(self.encode(x + 0.1), dim=1).T
-
-
 class Criterion(nn.Module):
     """A loss with parameters, and with a state that counts its calls."""
 
@@ -116,29 +104,6 @@ def of_each(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
 
-def by_parts(model: Any, batch: Batch) -> torch.Tensor:
-    """Return a mean over samples, by calling a method and a submodule of the model."""
-    return F.cross_entropy(model.head(model.encode(batch["x"])), batch["y"])
-
-
-def with_penalty(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a mean over samples plus a penalty on parameters, which does not depend on the samples."""
-    penalty = torch.stack([one.square().sum() for one in model.parameters()]).sum()
-    return of_samples(model, batch).add(penalty, alpha=0.1)
-
-
-def of_two_views(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a mean over samples of two views, which the model gets in one concatenated batch."""
-    logits = model(torch.cat([batch["x"], 0.5 * batch["x"]]))
-    return F.cross_entropy(logits, torch.cat([batch["y"], batch["y"]]))
-
-
-def of_two_calls(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a mean over samples that calls the model twice."""
-    apart: torch.Tensor = model(batch["x"]) - model(batch["x"] + 0.1)
-    return apart.square().mean() + of_samples(model, batch)
-
-
 def of_words(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return a mean over the next words."""
     return mean_over_words(model(batch["words"]), batch["labels"])
@@ -179,27 +144,6 @@ def of_pairs(model: nn.Module, batch: Batch) -> torch.Tensor:
     return contrast(model(batch["x"]), model(batch["x"] + 0.1))
 
 
-def of_views_contrasted(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a contrastive loss of two views, which the model gets in one concatenated batch."""
-    return contrast(*model(torch.cat([batch["x"], batch["x"] + 0.1])).chunk(2))
-
-
-def of_matrix(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a contrastive loss over the model's matrix."""
-    return F.cross_entropy(model(batch["x"]), torch.arange(len(batch["x"])))
-
-
-def of_values(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a mean over samples of squared distances."""
-    return F.mse_loss(model(batch["x"]).squeeze(1), batch["x"].sum(1))
-
-
-def from_inside(model: Any, batch: Batch) -> torch.Tensor:
-    """Return the loss that the model computes."""
-    loss: torch.Tensor = model(words=batch["words"], labels=batch["labels"])["loss"]
-    return loss
-
-
 def from_inside_of_vectors(model: Any, batch: Batch) -> torch.Tensor:
     """Return the loss that the classifier computes."""
     loss: torch.Tensor = model(batch["x"], batch["y"])["loss"]
@@ -234,29 +178,19 @@ def samples() -> Batch:
 RIGHT: Mapping[str, Declared] = {
     "samples": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_samples)),
     "one loss per sample": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_each)),
-    "one loss per sample, undeclared": Declared(Classifier, samples, lambda: of_each),
     "one number, undeclared": Declared(Classifier, samples, lambda: of_samples),
-    "a method and a submodule": Declared(Classifier, samples, lambda: ab.mean_over_samples(by_parts)),
-    "a penalty on parameters": Declared(Classifier, samples, lambda: ab.mean_over_samples(with_penalty)),
-    "two views": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_two_views)),
-    "two calls": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_two_calls)),
     "a loss with parameters": Declared(Classifier, samples, lambda: ab.mean_over_samples(Criterion())),
     "named models": Declared(
         two_models, samples, lambda: ab.mean_over_samples(lambda model, batch: of_samples(model["other"], batch))
     ),
     "class weights": Declared(Classifier, samples, lambda: ab.mean_over(of_weights, weight_of_targets)),
-    "regression": Declared(lambda: Classifier(1), samples, lambda: ab.mean_over_samples(of_values)),
     "a sum": Declared(Classifier, samples, lambda: ab.sum_over_samples(of_summed)),
-    "as many classes as samples": Declared(lambda: Classifier(7), samples, lambda: ab.mean_over_samples(of_samples)),
     "tokens": Declared(Tagger, sentences, lambda: ab.mean_over_tokens(of_words)),
     "tokens, not shifted": Declared(Tagger, sentences, lambda: ab.mean_over_tokens(of_words_in_place, shift=False)),
-    "LossSum": Declared(Tagger, sentences, lambda: ab.mean_over_tokens(of_words_summed)),
     "LossSum, undeclared": Declared(Tagger, sentences, lambda: of_words_summed),
     "two terms": Declared(
         Tagger, sentences, lambda: ab.sum_of(of_words_and_values, lm=ab.tokens(), aux=ab.samples(weight=0.01))
     ),
-    "computed inside": Declared(Classifier, samples, lambda: ab.mean_over_samples(from_inside_of_vectors)),
-    "tokens, computed inside": Declared(Tagger, sentences, lambda: ab.mean_over_tokens(from_inside)),
 }
 
 _JOINT = ("joint", "ab.joint(encode, loss)")
@@ -266,22 +200,8 @@ _WEIGHTS = ("other_items", "ab.mean_over(loss, count=")
 
 WRONG: Mapping[str, Declared] = {
     "tokens as samples": Declared(Tagger, sentences, lambda: ab.mean_over_samples(of_words), _TOKENS),
-    "tokens as samples, inside": Declared(Tagger, sentences, lambda: ab.mean_over_samples(from_inside), _TOKENS),
     "contrastive as samples": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_pairs), _JOINT),
-    "contrastive, one call": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_views_contrasted), _JOINT),
-    "contrastive, a matrix": Declared(
-        Matcher, samples, lambda: ab.mean_over_samples(of_matrix), ("module", *_JOINT[1:])
-    ),
-    "contrastive as samples, inside": Declared(
-        lambda: Classifier(kind="contrastive"),
-        samples,
-        lambda: ab.mean_over_samples(from_inside_of_vectors),
-        _JOINT,
-    ),
     "a sum as a mean": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_summed), _SUM),
-    "a sum as a mean, inside": Declared(
-        lambda: Classifier(kind="sum"), samples, lambda: ab.mean_over_samples(from_inside_of_vectors), _SUM
-    ),
     "a mean as a sum": Declared(
         Classifier,
         samples,
@@ -297,15 +217,6 @@ WRONG: Mapping[str, Declared] = {
     "weights forgotten": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_weights), _WEIGHTS),
     "weights forgotten, inside": Declared(
         lambda: Classifier(kind="weights"), samples, lambda: ab.mean_over_samples(from_inside_of_vectors), _WEIGHTS
-    ),
-    "shifted tokens as they are": Declared(
-        Tagger, sentences, lambda: ab.mean_over_tokens(of_words, shift=False), _TOKENS
-    ),
-    "samples as tokens": Declared(
-        Tagger,
-        sentences,
-        lambda: ab.mean_over_tokens(lambda model, batch: of_words_and_values(model, batch)["aux"]),
-        ("mean", "ab.mean_over_samples(loss)"),
     ),
     "a term over samples": Declared(
         Tagger,
@@ -324,12 +235,6 @@ WRONG: Mapping[str, Declared] = {
         samples,
         lambda: lambda model, batch: ab.LossSum(of_samples(model, batch), len(batch["x"])),
         ("no_count", "ab.LossSum(total, count)"),
-    ),
-    "a count of something else": Declared(
-        Classifier,
-        samples,
-        lambda: lambda model, batch: ab.LossSum(of_summed(model, batch), 1),
-        ("no_count", "how many items"),
     ),
 }
 

@@ -18,8 +18,7 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.core.geometry import KnownSize
-from anybatch.engine.micro_batch_size.budget_trials import WORTH_TIMING
-from anybatch.engine.micro_batch_size.search import Auto, Search, TrialResult
+from anybatch.engine.micro_batch_size.search import WORTH_TIMING, Auto, Search, TrialResult
 from anybatch.engine.micro_batches import RankShare
 from anybatch.errors import BatchSizeError, CompositionError
 from anybatch.parallel.fsdp import FSDP

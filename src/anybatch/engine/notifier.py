@@ -43,6 +43,7 @@ from anybatch.memory.trace import Category
 from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch.parallel.world import World
 
+Level = Literal["info", "warning", "error"]
 ResidentTensors = Mapping[Category, Sequence[torch.Tensor]]
 
 
@@ -100,19 +101,14 @@ class StepMemory:
         reserve = Reserve(usage.peak_bytes, usage.limit_bytes)
         if not reserve.kept:
             self._has_warned = True
-            yield headroom_used_up(self.rank, step, reserve)
-
-
-def headroom_used_up(rank: int, step: int, reserve: Reserve) -> DiagnosisRecord:
-    """Return the warning that a step left too little headroom."""
-    return DiagnosisRecord(
-        rank=rank,
-        step=step,
-        code="headroom_used_up",
-        level="warning",
-        message=f"memory: {describe_reserve(reserve)}",
-        remedy="A smaller micro_batch_size gives the same result with less memory.",
-    )
+            yield DiagnosisRecord(
+                rank=self.rank,
+                step=step,
+                code="headroom_used_up",
+                level="warning",
+                message=f"memory: {describe_reserve(reserve)}",
+                remedy="A smaller micro_batch_size gives the same result with less memory.",
+            )
 
 
 class Notifier:
@@ -293,14 +289,7 @@ class Notifier:
         message = f"out of memory in an evaluation: micro-batch {before:,} -> {after:,} samples on rank {self._rank}"
         self.diagnosis("out_of_memory_in_evaluation", message, "warning")
 
-    def diagnosis(
-        self,
-        code: str,
-        message: str,
-        level: Literal["info", "warning", "error"] = "info",
-        *,
-        step: int | None = None,
-    ) -> None:
+    def diagnosis(self, code: str, message: str, level: Level = "info", *, step: int | None = None) -> None:
         """Send a diagnosis for the user."""
         self._send(DiagnosisRecord(rank=self._rank, step=step, code=code, level=level, message=message, remedy=None))
 

@@ -19,7 +19,6 @@ from anybatch.core.tree import Batch, copied, count_samples, map_tensors, read_s
 from anybatch.engine.accumulate import LoopContext
 from anybatch.engine.decisions import Decisions
 from anybatch.engine.loss_check.comparison import FEW_SAMPLES, MAX_SAMPLES, SampleSource, Verdict, choose, judge
-from anybatch.engine.loss_check.diagnosis import described, diagnose
 from anybatch.engine.loss_check.runs import LossParts, LossRuns
 from anybatch.engine.micro_batches import PlannedBatch
 from anybatch.engine.notifier import Notifier
@@ -245,6 +244,8 @@ class LossCheck:
         )
         if verdict.kind != "broken":
             return made
+        from anybatch.engine.loss_check.diagnosis import described, diagnose  # noqa: PLC0415 (only for a wrong loss)
+
         found = diagnose(runs, verdict, in_lockstep=self.lockstep)
         message = described(self.declared, verdict, found, returned_number=runs.returned_number)
         if found.cause != "form":

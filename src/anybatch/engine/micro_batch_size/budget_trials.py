@@ -22,7 +22,7 @@ from anybatch.core.token_budget import FIXED_TOKENS, SampleLengths, TokenBudget,
 from anybatch.core.tree import Batch, copied
 from anybatch.engine.loss_check.held import HeldDraws
 from anybatch.engine.loss_check.runs import LossRuns, Piece, UndecidedError, difference
-from anybatch.engine.micro_batch_size.search import TrialParts, TrialRuns
+from anybatch.engine.micro_batch_size.search import WORTH_TIMING, TrialParts, TrialRuns
 from anybatch.engine.per_sample_dropout import SampleRandomness
 from anybatch.engine.user_code import SeededGenerators
 from anybatch.parallel.world import World
@@ -115,8 +115,6 @@ def tokens_of(of_samples: Sequence[float], lengths: SampleLengths) -> float:
     return sum(of_samples) if lengths.packed else len(of_samples) * max(of_samples)
 
 
-WORTH_TIMING = 1_000_000
-"""Minimum of parameters times samples of a rank share for timing sizes; below it, a step takes milliseconds."""
 _TIMES = 3  # the median counts: large micro-batches are usually slower than their best time
 _NOT_AGAIN = 1.1  # ways that take longer than this times the fastest are run once
 _MOST_TIMED = 8
@@ -287,14 +285,10 @@ class BudgetTrials:
         if reason or (known is not None and (why_padded or not lengths.either)):
             found = FoundBudget(costs=known or assumed(reason))
             return _padded(found, why_padded) if why_padded else found
-        return self._on_all_ranks(find)
-
-    def _on_all_ranks(self, find: Callable[[SeededGenerators], FoundBudget]) -> FoundBudget:
-        """Return rank 0's result, and restore everything that the trials change."""
         with self.trial.undone(self.world.device) as generators:
             # Loading may raise on one rank; then all ranks raise instead of waiting for it.
-            found: FoundBudget = self.world.run_on_all_ranks(lambda: find(generators))[0]
-        return found
+            first: FoundBudget = self.world.run_on_all_ranks(lambda: find(generators))[0]
+        return first
 
     def _why_padded(self) -> str:
         """Return why samples cannot be packed, as a clause; empty if a trial must decide."""

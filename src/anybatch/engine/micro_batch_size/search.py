@@ -176,6 +176,8 @@ class TrialRuns:
         self._marks.append(self.clock())
 
 
+WORTH_TIMING = 1_000_000
+"""Minimum of parameters times samples of a rank share for timing sizes; below it, a step takes milliseconds."""
 NUM_ROUNDS = 3
 """Timings of each size; the shortest counts, since disturbances only make it longer."""
 _SHORTEST_SECONDS = 0.005

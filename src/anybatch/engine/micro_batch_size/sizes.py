@@ -12,8 +12,7 @@ from anybatch.core.geometry import Sizes, even_size, resolve_sizes
 from anybatch.core.splitting import Cut, CutConstraints, Deal, plan_batch
 from anybatch.core.token_budget import TokenBudget
 from anybatch.core.tree import Batch, copied, count_samples, slice_samples, tensors_of
-from anybatch.engine.micro_batch_size.budget_trials import WORTH_TIMING, BudgetTrials, TokenCosts
-from anybatch.engine.micro_batch_size.search import Auto, FoundSize, Search, TrialParts, TrialRuns
+from anybatch.engine.micro_batch_size.search import WORTH_TIMING, Auto, FoundSize, Search, TrialParts, TrialRuns
 from anybatch.engine.micro_batches import PlannedBatch, plan_effective_batch
 from anybatch.engine.notifier import software_versions
 from anybatch.errors import BatchSizeError, CompositionError, DataError, PlanError
@@ -169,6 +168,8 @@ class RunSizes:
 
     def _settled_budget(self, batch: Any, budget: TokenBudget, trial: TrialParts) -> FoundSize:  # noqa: ANN401
         """Determine the cost of a micro-batch and the layout, padded or packed, unless they are given."""
+        from anybatch.engine.micro_batch_size.budget_trials import BudgetTrials, TokenCosts  # noqa: PLC0415 (rarely used)
+
         sizes, lengths = self.sizes, lengths_of(batch)
         known = None
         if sizes.fixed_tokens is not None:
