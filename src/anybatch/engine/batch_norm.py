@@ -245,7 +245,16 @@ class BatchNormRunner:
     def accumulate(self, context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, Batch]]) -> Sums:
         """Add up the gradient of one effective batch without changing running statistics, see `update`."""
         if self._constraints.every_unit:
-            return self._together(context, micro_batches)
+            assert isinstance(self._policy, Exact)
+            with self._prepared():
+                return accumulate_together(
+                    context,
+                    micro_batches,
+                    interceptor=self._interceptor,
+                    statistics=self._statistics,
+                    ranks=self._ranks,
+                    offload=self._policy.offload,
+                )
         # Around the backward too: a block that is recomputed there must be normalised in the same way.
         with self._prepared(), self._interceptor.everywhere(self._normalisation()):
             return accumulate(context, micro_batches)
@@ -317,18 +326,6 @@ class BatchNormRunner:
             for layer, training in zip(self._frozen, modes, strict=True):
                 layer.training = training
             self._statistics.restore_buffers()
-
-    def _together(self, context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, Batch]]) -> Sums:
-        assert isinstance(self._policy, Exact)
-        with self._prepared():
-            return accumulate_together(
-                context,
-                micro_batches,
-                interceptor=self._interceptor,
-                statistics=self._statistics,
-                ranks=self._ranks,
-                offload=self._policy.offload,
-            )
 
     def _over_ranks(self, call: BatchNormCall) -> Tensor:
         """Normalise with the statistics of the current micro-batches of all ranks."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,19 +37,6 @@ _ALIKE = ", on samples with equal counts"
 _OTHERWISE = "If this is a false alarm, Engine(check_loss=False) skips the check."
 _MOST_LETTERS = 200
 _NOT_LAST = Turn(first=False, last=False)
-
-
-class _RankVerdict(NamedTuple):
-    """A rank's verdict, which is pickled; `message`, `cause` and `term` belong to the error of a broken declaration."""
-
-    kind: str
-    reason: str = ""
-    is_harmless: bool = False
-    fits_others: bool = False
-    is_scalar: bool = False
-    message: str = ""
-    cause: str | None = None
-    term: str | None = None
 
 
 class BareLoss:
@@ -96,7 +83,6 @@ class LossCheck:
         # Set only together with the common verdict, since a rank may fail before.
         self._newest: int | None = None
         self._is_settled = False
-        self._has_warned = False
         self._undecided = ""
 
     def provisional(self, context: LoopContext) -> LoopContext:
@@ -116,8 +102,7 @@ class LossCheck:
 
     def warn_if_undecided(self) -> None:
         """Warn once that the loss could not be checked; called after the step, so that user errors come first."""
-        if self._undecided and not self._has_warned:
-            self._has_warned = True
+        if self._undecided:
             self.notifier.warn(
                 "loss_not_checked",
                 f"the loss could not be compared with its declaration: {self._undecided}. The declaration is used "
@@ -206,7 +191,7 @@ class LossCheck:
 
     def _verdict(
         self, source: SampleSource, autocast: Callable[[], AbstractContextManager[object]], max_samples: int
-    ) -> _RankVerdict:
+    ) -> Verdict:
         agree = self._largest if self.lockstep else (lambda number: number)
         functions = self.declared.functions.values()
         # Layers that wait for other ranks would hang, since other ranks may not run any sample.
@@ -220,7 +205,7 @@ class LossCheck:
         except torch.OutOfMemoryError:
             pass
         except Exception as error:  # noqa: BLE001 (the step itself raises errors of the batch)
-            return _RankVerdict("undecided", f"{type(error).__name__}: {error}"[:_MOST_LETTERS])
+            return Verdict(kind="undecided", reason=f"{type(error).__name__}: {error}"[:_MOST_LETTERS])
         finally:
             for module in synchronised:
                 module.training = True
@@ -228,31 +213,26 @@ class LossCheck:
                 self.strategy.clear_gradients()
         if self.world.device.type == "cuda":  # outside the handler, after the failed frames are freed
             torch.cuda.empty_cache()
-        return _RankVerdict("undecided", "it ran out of memory")
+        return Verdict(kind="undecided", reason="it ran out of memory")
 
     def _largest(self, number: float) -> float:
         largest: float = max(self.world.gather_objects(number))
         return largest
 
-    def _described(self, runs: LossRuns, verdict: Verdict) -> _RankVerdict:
-        made = _RankVerdict(
-            verdict.kind,
-            verdict.reason,
-            is_harmless=verdict.is_harmless,
-            fits_others=verdict.fits_others,
-            is_scalar=runs.returned_number,
-        )
+    def _described(self, runs: LossRuns, verdict: Verdict) -> Verdict:
+        """Return the verdict to send to the other ranks, without samples, and with the error's message if broken."""
+        sent = dataclasses.replace(verdict, pieces=(), is_scalar=runs.returned_number)
         if verdict.kind != "broken":
-            return made
+            return sent
         from anybatch.engine.loss_check.diagnosis import described, diagnose  # noqa: PLC0415 (only for a wrong loss)
 
         found = diagnose(runs, verdict, in_lockstep=self.lockstep)
         message = described(self.declared, verdict, found, returned_number=runs.returned_number)
         if found.cause != "form":
             message = f"{message} {found.remedy} {_OTHERWISE}"
-        return made._replace(message=message, cause=found.cause, term=found.term)
+        return dataclasses.replace(sent, message=message, cause=found.cause, term=found.term)
 
-    def _take(self, verdicts: Sequence[_RankVerdict], *, is_cut: bool) -> None:
+    def _take(self, verdicts: Sequence[Verdict], *, is_cut: bool) -> None:
         """Combine the ranks' verdicts into one, the same on each rank."""
         is_number = self._bare is not None and any(verdict.is_scalar for verdict in verdicts)
         broken = next((verdict for verdict in verdicts if verdict.kind == "broken"), None)

@@ -223,6 +223,11 @@ class Verdict:
     pieces: tuple[Piece, ...] = ()  # the samples in one piece, then in several
     # For a count that is not additive: the term, the count of all samples, the sum of the pieces' counts.
     counts: tuple[str, float, float] | None = None
+    is_scalar: bool = False  # the loss function returned one number
+    # The error of a broken declaration.
+    message: str = ""
+    cause: str | None = None
+    term: str | None = None
 
     @property
     def is_certain(self) -> bool:

@@ -29,7 +29,8 @@ from anybatch.core.loss import factors_of, unit_counts
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
 from anybatch.core.tree import Batch, copied
-from anybatch.engine.accumulate import LoopContext, MicroBatch, Sums
+from anybatch.engine.accumulate import LoopContext, MicroBatch
+from anybatch.engine.batch_norm import Execute
 from anybatch.engine.loss_check.runs import LossRuns
 from anybatch.engine.micro_batches import to_device
 from anybatch.engine.torch_internals import is_compiled
@@ -39,8 +40,6 @@ from anybatch.memory.host_memory import HostRoom
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
 
-Execute = Callable[[LoopContext, Iterable[tuple[MicroBatch, Batch]]], Sums]
-"""Adds up the gradient of micro-batches."""
 # Neither first nor last: a last micro-batch would start a reduction, and other ranks may run fewer.
 _NEITHER = Turn(first=False, last=False)
 
