@@ -1,7 +1,9 @@
-"""File systems that fail, crash or lose power at a chosen operation."""
+"""File systems that fail, crash or lose power at a chosen operation. Run as a module, a process that is killed."""
 
 import os
 import shutil
+import signal
+import sys
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import NoReturn
 
 import torch
 
+from anybatch.checkpoints import save
 from anybatch.checkpoints.files import LOCAL_DISK, Disk
 
 
@@ -28,6 +31,11 @@ def failing(error_number: int) -> Callable[[], NoReturn]:
         raise OSError(error_number, os.strerror(error_number))
 
     return fail
+
+
+def kill() -> None:
+    """Kill this process."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class FaultyDisk(Disk):
@@ -144,3 +152,17 @@ def state_of(number: int) -> dict[str, object]:
     """Return a small state that differs for every number."""
     values = torch.arange(6, dtype=torch.float32) + number
     return {"number": number, "optimizer": {0: {"average": values, "step": torch.tensor(float(number))}}}
+
+
+def save_and_be_killed(folder: Path, step: int, fault_at: int) -> int:
+    """Save state 2 in a separate process, replacing or removing the old state; return its exit status."""
+    child = os.fork()
+    if not child:
+        save(folder, step, state_of(2), keep_last=1, disk=FaultyDisk(fault_at, kill))
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+if __name__ == "__main__":
+    for place in sorted(Path(sys.argv[1]).iterdir(), key=lambda place: int(place.name)):
+        assert save_and_be_killed(place, int(sys.argv[2]), int(place.name)) == -signal.SIGKILL

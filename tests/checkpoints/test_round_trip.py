@@ -1,6 +1,7 @@
 """A loaded state is bitwise the saved one."""
 
 import math
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import lr_scheduler as schedulers
 
 from anybatch.checkpoints import load, save
 from anybatch.checkpoints.tensors import file_layout
@@ -277,3 +279,54 @@ def test_tensors_of_an_accelerator_come_back_on_the_cpu(tmp_path: Path) -> None:
     assert torch.equal(loaded["large"], large.cpu())
     assert torch.equal(loaded["turned"], state["turned"].cpu())
     assert loaded["tied"] is loaded["large"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: schedulers.MultiStepLR(o, [2, 2, 5]),  # keeps a Counter
+        lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=9),
+        lambda o: schedulers.CosineAnnealingWarmRestarts(o, 3),
+        lambda o: schedulers.SequentialLR(o, [schedulers.ConstantLR(o), schedulers.ExponentialLR(o, 0.9)], [2]),
+        lambda o: schedulers.LambdaLR(o, lambda step: 1 / (1 + step)),
+        lambda o: schedulers.CyclicLR(o, 0.1, 0.2),
+    ],
+)
+def test_a_scheduler_continues_bit_for_bit(make: Callable[[Optimizer], Any], tmp_path: Path) -> None:
+    """A scheduler's state is restored exactly, with the same later learning rates."""
+
+    def build() -> tuple[Optimizer, Any]:
+        optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+        return optimizer, make(optimizer)
+
+    def rates(optimizer: Optimizer, scheduler: Any) -> list[float]:
+        learning_rates = []
+        for _ in range(4):
+            optimizer.step()
+            scheduler.step()
+            learning_rates.append(optimizer.param_groups[0]["lr"])
+        return learning_rates
+
+    with warnings.catch_warnings():  # SequentialLR calls step in a way that torch warns about
+        warnings.simplefilter("ignore", UserWarning)
+        optimizer, scheduler = build()
+        rates(optimizer, scheduler)
+        state = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+        loaded = there_and_back(state, tmp_path)
+        same = exactly(loaded) == exactly(state)
+        again, scheduler_again = build()
+        again.load_state_dict(loaded["optimizer"])
+        scheduler_again.load_state_dict(loaded["scheduler"])
+
+        assert same
+        assert rates(again, scheduler_again) == rates(optimizer, scheduler)
+
+
+def test_a_plateau_scheduler_and_a_loss_scaler_come_back(tmp_path: Path) -> None:
+    """States with infinities, and fp16's loss scaler, are restored exactly."""
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    state = {"scheduler": schedulers.ReduceLROnPlateau(optimizer).state_dict(), "scaler": scaler.state_dict()}
+
+    assert state["scheduler"]["best"] == float("inf")
+    assert exactly(there_and_back(state, tmp_path)) == exactly(state)

@@ -140,7 +140,7 @@ def test_a_run_on_two_ranks(folder: Path) -> None:
         assert wait_for_end(process.pid) == []
     assert seen
     assert all(map(is_loopback, seen)), seen
-    assert not list(long.iterdir())
+    assert not [path for path in long.iterdir() if not path.name.startswith("torchinductor_")]  # torch's own cache
 
 
 @pytest.mark.slow
