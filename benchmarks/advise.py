@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import anybatch as ab
-from anybatch.diagnostics.advising.advice import Advice
+from anybatch.diagnostics.advise import Advice
 from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.recipes.digits import Digits
 

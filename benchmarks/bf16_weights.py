@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
 import anybatch as ab
-from anybatch.diagnostics.memory.memory_report import record_memory
+from anybatch.diagnostics.memory_report import record_memory
 from anybatch.engine import bf16_weights
 from anybatch.engine.arguments import TrainSpec
 from anybatch.planner.trace.step_spec import StepSpec

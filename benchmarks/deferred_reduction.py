@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn import functional
 
 import anybatch as ab
-from anybatch.diagnostics.comparison.loops import ddp_accumulated, ddp_without_no_sync
+from anybatch.diagnostics.compared_ways import ddp_accumulated, ddp_without_no_sync
 from anybatch.parallel.world import World
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts come from the tests

@@ -33,8 +33,8 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.data.batches import Batches
-from anybatch.diagnostics.scaling.measure import RunSettings, ScaleRequest
-from anybatch.diagnostics.scaling.scale import scale_on_ranks
+from anybatch.diagnostics.scale import scale_on_ranks
+from anybatch.diagnostics.scaling_ranks import RunSettings, ScaleRequest
 from anybatch.engine.arguments import TrainSpec
 from anybatch.parallel.world import World
 

@@ -21,8 +21,7 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.diagnostics.repeated_steps import CachedBatch
-from anybatch.diagnostics.tune import LOADED_STEPS, tune
-from anybatch.diagnostics.tune_report import TuneReport
+from anybatch.diagnostics.tune import LOADED_STEPS, TuneReport, tune
 from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.recipes.digits import digits
 from anybatch.recipes.load import MeasuredJob

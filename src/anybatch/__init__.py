@@ -29,7 +29,7 @@ if typing.TYPE_CHECKING:
     from anybatch.core.splitting import BatchPlan
     from anybatch.core.token_budget import token_budget
     from anybatch.data import Shards, batches
-    from anybatch.diagnostics.advising.advise import advise
+    from anybatch.diagnostics.advise import advise
     from anybatch.diagnostics.check import check
     from anybatch.engine.engine import Engine
     from anybatch.engine.shares import shares
@@ -82,7 +82,7 @@ _HOMES: collections.abc.Mapping[str, str] = types.MappingProxyType(
         "Shards": "anybatch.data",
         "StepReport": "anybatch.core.records",
         "World": "anybatch.parallel.world",
-        "advise": "anybatch.diagnostics.advising.advise",
+        "advise": "anybatch.diagnostics.advise",
         "batches": "anybatch.data",
         "check": "anybatch.diagnostics.check",
         "counted": "anybatch.core.loss",

@@ -1,6 +1,6 @@
 """Why more ranks are not proportionally faster: measured here with `measure_scaling`, forecast with `forecast`."""
 
-from anybatch.diagnostics.scaling.scale import measure_scaling, scale_on_ranks
+from anybatch.diagnostics.scale import measure_scaling, scale_on_ranks
 from anybatch.planner.forecast.forecast import forecast
 from anybatch.planner.forecast.workload import Cluster, Workload
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import anybatch as ab
 from anybatch.diagnostics import CheckReport, check
-from anybatch.diagnostics.figure import draw_errors
+from anybatch.diagnostics.figures import draw_errors
 from anybatch.errors import BatchSizeError, UserError
 from anybatch.norms import Ghost, Policy, PolicyName
 from tests.diagnostics.faulty import (

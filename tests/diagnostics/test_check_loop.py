@@ -22,8 +22,7 @@ from anybatch.cli.main import main
 from anybatch.cli.status import Status
 from anybatch.diagnostics import check_loop
 from anybatch.diagnostics.loop_check import sandbox
-from anybatch.diagnostics.loop_check.probe import RowModel, make_data
-from anybatch.diagnostics.loop_check.recorder import Recorder
+from anybatch.diagnostics.loop_check.probe import Recorder, RowModel, make_data
 from anybatch.diagnostics.loop_check.report import FINDINGS, HARMLESS, LoopReport, LoopVerdict, fraction, ranges
 from anybatch.errors import LoopError
 from anybatch.parallel.torch_internals import HashStore

@@ -119,7 +119,7 @@ ALIGNED: dict[str, Callable[[Callable[[], float]], tuple[Any, Any, Batch]]] = {
 
 @sees(
     "check: numbers of Python and numpy are drawn anew in each micro-batch",
-    "src/anybatch/diagnostics/repeated_draws.py",
+    "src/anybatch/diagnostics/gradient_runs.py",
     "            seed_generators(self.seed)\n",
     "            pass\n",
 )

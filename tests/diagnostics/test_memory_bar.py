@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from anybatch.diagnostics.memory.bar import MemoryBar, cells_of, colours_of
+from anybatch.diagnostics.memory_pictures import MemoryBar, cells_of, colours_of
 from anybatch.memory.timeline import ORDER
 
 MIB = 2**20

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.diagnostics.memory.picture import MemoryPicture, draw_memory
-from anybatch.diagnostics.memory.stacked_areas import highest_moments, make_figure, stretches
+from anybatch.diagnostics.memory_pictures import MemoryPicture, draw_memory
+from anybatch.diagnostics.stacked_areas import highest_moments, make_figure, stretches
 from anybatch.errors import UserError
 from anybatch.memory.timeline import MemoryTimeline, timeline
 from anybatch.memory.trace import Allocation, MemoryTrace, Phase
@@ -105,7 +105,7 @@ def test_an_ending_that_cannot_be_drawn(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without matplotlib the error has the install command, and no folder is created."""
-    monkeypatch.delitem(sys.modules, "anybatch.diagnostics.memory.stacked_areas", raising=False)
+    monkeypatch.delitem(sys.modules, "anybatch.diagnostics.stacked_areas", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match=r"pip install 'anybatch\[plot\]'"):
         draw_memory(course(), PICTURE, tmp_path / "folder" / "memory.png")

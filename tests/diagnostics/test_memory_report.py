@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import anybatch as ab
 from anybatch.diagnostics import record_memory
-from anybatch.diagnostics.memory.memory_report import UNSEEN, MemoryRecording, MemoryReport
+from anybatch.diagnostics.memory_report import UNSEEN, MemoryRecording, MemoryReport
 from anybatch.errors import UserError
 from anybatch.memory.device_memory import MemoryInUse
 from anybatch.memory.timeline import MemoryTimeline

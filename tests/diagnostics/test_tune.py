@@ -11,9 +11,8 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.diagnostics import TuneReport, tune
-from anybatch.diagnostics.figure import draw_tuning
-from anybatch.diagnostics.tune import _relative_times, default_sizes
-from anybatch.diagnostics.tune_report import LoadingResult, SizeResult
+from anybatch.diagnostics.figures import draw_tuning
+from anybatch.diagnostics.tune import LoadingResult, SizeResult, _relative_times, default_sizes
 from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import BatchSizeError, UserError
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import anybatch as ab
-from anybatch.diagnostics.memory.memory_report import record_memory
+from anybatch.diagnostics.memory_report import record_memory
 from anybatch.engine import bf16_weights
 from anybatch.engine.bf16_weights import Bf16Weights
 from anybatch.errors import CannotPlanError, UserError

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 from anybatch.core.records import Observer, Observers
 from anybatch.data.batches import Batches, batches
-from anybatch.diagnostics.memory.memory_report import record_memory
+from anybatch.diagnostics.memory_report import record_memory
 from anybatch.engine.engine import Engine
 from anybatch.errors import MemoryExhaustedError, NonFiniteError
 from anybatch.memory.timeline import MemoryTimeline

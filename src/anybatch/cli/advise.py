@@ -21,7 +21,7 @@ from anybatch.cli.status import Status
 from anybatch.core.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from anybatch.diagnostics.advising.advice import Advice
+    from anybatch.diagnostics.advise import Advice
 
 _DESCRIPTION = (
     "Train a recipe for some steps, and measure the gradient noise and the step time. Report what larger and smaller "
@@ -37,8 +37,8 @@ def run(words: Sequence[str]) -> int:
     if given.ranks and given.link is None:
         parser.error("--ranks needs --link RATE,LATENCY, such as --link 25Gbit,20us")
     let_threads_sleep()
-    from anybatch.diagnostics.advising.advise import advise
-    from anybatch.diagnostics.advising.figure import draw_advice
+    from anybatch.diagnostics.advise import advise
+    from anybatch.diagnostics.figures import draw_advice
 
     ranks = tuple(given.ranks or ())
     if given.log is not None:
@@ -71,7 +71,7 @@ def make_parser() -> Parser:
 
 
 def _advise_on_recipe(given: argparse.Namespace, ranks: tuple[int, ...]) -> "Advice":
-    from anybatch.diagnostics.advising.advise import advise
+    from anybatch.diagnostics.advise import advise
     from anybatch.engine.gradient_noise import GradientNoise
     from anybatch.recipes.load import load_recipe
     from anybatch.recipes.start import start

@@ -62,7 +62,7 @@ def make_parser() -> Parser:
 def check_recipe(given: argparse.Namespace) -> int:
     """Check one batch of a recipe, print the report, and return the exit status."""
     from anybatch.diagnostics.check import check
-    from anybatch.diagnostics.figure import draw_errors
+    from anybatch.diagnostics.figures import draw_errors
     from anybatch.recipes.load import load_recipe
 
     recipe = given.recipe or DEFAULT_RECIPE

@@ -39,8 +39,8 @@ def run(words: Sequence[str]) -> int:
     given = make_parser().parse(words)
     let_threads_sleep()
     hide_logs_of_torch()
-    from anybatch.diagnostics.comparison.compare import compare
-    from anybatch.diagnostics.comparison.figure import draw_comparison
+    from anybatch.diagnostics.compare import compare
+    from anybatch.diagnostics.figures import draw_comparison
     from anybatch.recipes.load import (
         MeasuredJob,
         load_recipe,
@@ -103,6 +103,6 @@ def make_parser() -> Parser:
 
 def first_batches(job: "MeasuredJob") -> "Iterable[EffectiveBatch]":
     """Return the effective batches of the comparison; ranks call it."""
-    from anybatch.diagnostics.comparison.measure import NUM_BATCHES
+    from anybatch.diagnostics.compared_ranks import NUM_BATCHES
 
     return job.data(steps=NUM_BATCHES)(0)

@@ -18,7 +18,7 @@ from anybatch.cli.status import Status
 from anybatch.core.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from anybatch.diagnostics.memory.memory_report import MemoryReport
+    from anybatch.diagnostics.memory_report import MemoryReport
 
 _DESCRIPTION = (
     "Run the first steps of a recipe on one rank, and report the memory of the last one: by category, its peak, and "
@@ -65,7 +65,7 @@ def make_parser() -> Parser:
 
 def record(recipe: str, config: RunConfig, *, limit: int | None, allocator: bool) -> "MemoryReport":
     """Return the report of a recipe's second step, or of its third if the second is smaller (end of an epoch)."""
-    from anybatch.diagnostics.memory.memory_report import record_memory
+    from anybatch.diagnostics.memory_report import record_memory
     from anybatch.recipes.load import load_recipe
     from anybatch.recipes.start import start
 

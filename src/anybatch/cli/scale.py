@@ -151,9 +151,9 @@ def scale_recipe(given: argparse.Namespace) -> int:
     if given.strategy not in MEASURED:
         message = f"--strategy {given.strategy} can only be forecast: add --forecast N --link RATE,LATENCY, or use ddp."
         raise UserError(message)
-    from anybatch.diagnostics.scaling.figure import draw_scaling
-    from anybatch.diagnostics.scaling.measure import RunSettings
-    from anybatch.diagnostics.scaling.scale import measure_scaling
+    from anybatch.diagnostics.figures import draw_scaling
+    from anybatch.diagnostics.scale import measure_scaling
+    from anybatch.diagnostics.scaling_ranks import RunSettings
     from anybatch.recipes.load import (
         MeasuredJob,
         load_recipe,
@@ -180,6 +180,14 @@ def scale_recipe(given: argparse.Namespace) -> int:
             tell=tell,
         )
     print_report(f"{given.recipe}: what limits scaling?", report, draw_scaling, given)
+    return Status.DONE
+
+
+def read_a_log(path: Path) -> int:
+    """Print the parts of a step by the log of a run, and return the exit status."""
+    from anybatch.diagnostics.step_times import read_steps
+
+    sys.stdout.write(f"{path}: parts of a step\n{read_steps(path)}\n")
     return Status.DONE
 
 

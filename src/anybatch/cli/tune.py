@@ -28,7 +28,7 @@ def run(words: Sequence[str]) -> int:
     """Run `anybatch tune` and return the exit status."""
     given = make_parser().parse(words)
     let_threads_sleep()
-    from anybatch.diagnostics.figure import draw_tuning
+    from anybatch.diagnostics.figures import draw_tuning
     from anybatch.diagnostics.tune import LOADED_STEPS, tune
     from anybatch.recipes.load import MeasuredJob
 

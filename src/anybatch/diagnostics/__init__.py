@@ -2,13 +2,11 @@
 
 from anybatch.diagnostics.check import check
 from anybatch.diagnostics.check_report import CheckFinding, CheckReport, SplitResult
-from anybatch.diagnostics.comparison.compare import compare
-from anybatch.diagnostics.comparison.report import ComparisonReport
+from anybatch.diagnostics.compare import ComparisonReport, compare
 from anybatch.diagnostics.loop_check.check_loop import check_loop
 from anybatch.diagnostics.loop_check.report import LoopReport
-from anybatch.diagnostics.memory.memory_report import MemoryReport, record_memory
-from anybatch.diagnostics.tune import tune
-from anybatch.diagnostics.tune_report import TuneReport
+from anybatch.diagnostics.memory_report import MemoryReport, record_memory
+from anybatch.diagnostics.tune import TuneReport, tune
 
 __all__ = [
     "CheckFinding",

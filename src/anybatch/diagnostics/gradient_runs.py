@@ -1,11 +1,14 @@
-"""A copy of the user's model, for repeated gradients without side effects."""
+"""A copy of the user's model, for repeated gradients without side effects and with the same random numbers."""
 
+import contextlib
 import copy
+import dataclasses
 import functools
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -14,20 +17,179 @@ from torch import nn
 
 from anybatch.core.batch import picked
 from anybatch.core.loss import Loss, factors_of, returned_count, scaled, unit_counts
-from anybatch.core.loss_kinds import LossFunction
+from anybatch.core.loss_kinds import AcrossSamples, LossFunction
 from anybatch.core.tensors import Gradients, relative_error
-from anybatch.core.tree import Batch, copied, count_samples, map_tensors, read_samples
-from anybatch.diagnostics.coupling import ForwardTraits, find_traits
-from anybatch.diagnostics.repeated_draws import RepeatedDraws
+from anybatch.core.tree import Batch, copied, count_samples, map_tensors, read_samples, tensors_of
+from anybatch.data.random_state import host_random_digest, seed_generators
 from anybatch.engine.engine import Engine
 from anybatch.engine.loss_check.comparison import SampleSource, Verdict, judge
 from anybatch.engine.loss_check.diagnosis import Diagnosis, diagnose
+from anybatch.engine.loss_check.held import HeldDraws
 from anybatch.engine.loss_check.runs import LossParts, LossRuns
 from anybatch.engine.torch_internals import refused_in_backward
 from anybatch.engine.user_code import Model, SeededGenerators, collect_modules, without_side_effects
 from anybatch.norms import Policy, PolicyName
+from anybatch.norms.layers import tried_couplings
 from anybatch.parallel.strategy import trainable
 from anybatch.parallel.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardTraits:
+    """Names of modules with properties observed in one forward, in the order in which the modules finished.
+
+    Attributes:
+        random_modules: modules that advanced torch's generator, without a child that did.
+        coupling_modules: modules whose output for a sample depends on another sample, without a child that does.
+        narrowest_dtype: the floating-point type with the fewest bits that any module returned; None if none was.
+    """
+
+    random_modules: tuple[str, ...]
+    coupling_modules: tuple[str, ...]
+    narrowest_dtype: torch.dtype | None
+
+
+def find_traits(modules: nn.Module, run: Callable[[], object], num_samples: int) -> ForwardTraits:
+    """Run a forward and observe every module that it calls; the caller must restore buffers."""
+    names = {module: name for name, module in modules.named_modules()}
+    states: dict[nn.Module, bytes] = {}
+    drew: list[nn.Module] = []
+    dtypes: list[torch.dtype] = []
+
+    def before(module: nn.Module, _args: object) -> None:
+        states[module] = _state()
+
+    def after(module: nn.Module, _args: object, output: object) -> None:
+        # A generator that has moved is the only sign of a draw that works for every module.
+        if states[module] != _state():
+            drew.append(module)
+        # A module may return something other than a batch.
+        with contextlib.suppress(TypeError):
+            dtypes.extend(t.dtype for t in tensors_of(output) if t.is_floating_point())
+
+    hooks = [module.register_forward_pre_hook(before) for module in names]
+    hooks += [module.register_forward_hook(after) for module in names]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return ForwardTraits(
+        random_modules=tuple(names[m] for m in _innermost(dict.fromkeys(drew))),
+        coupling_modules=tuple(tried_couplings(modules, run, num_samples)),
+        narrowest_dtype=min(dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=None),
+    )
+
+
+def _state() -> bytes:
+    # As bytes: inside of `vmap`, tensors cannot be compared.
+    return bytes(torch.default_generator.get_state().tolist())
+
+
+def _innermost(found: dict[nn.Module, None]) -> Iterator[nn.Module]:
+    """Yield the names without a child among them."""
+    for module in found:
+        if not any(child in found for child in module.modules() if child is not module):
+            yield module
+
+
+class RepeatedDraws:
+    """Repeats random numbers in every forward: torch's for each sample, Python's and numpy's from a seed.
+
+    Args:
+        constant: torch draws one number everywhere, see `HeldDraws`.
+        continues: Python and numpy continue from one forward to the next. Numbers that are drawn once for each sample,
+            in order, are then the same in one batch and in several.
+
+    Attributes:
+        seed: seed of Python and numpy, set by the run.
+        by_host: whether a forward has drawn from Python or numpy.
+    """
+
+    def __init__(self, *, constant: bool = False, continues: bool = False) -> None:
+        self.seed = 0
+        self.by_host = False
+        self._torch = HeldDraws(constant=constant)
+        self._continues = continues
+        self._initial_state: tuple[int, ...] = ()
+        self._final_states: dict[tuple[str, int], set[tuple[int, ...]]] = {}
+
+    @property
+    def differ_by_sample(self) -> bool:
+        """Whether forwards of different numbers of samples drew differently often from Python or numpy."""
+        return any(len(states) > 1 for states in self._final_states.values())
+
+    @property
+    def unknown(self) -> set[str]:
+        """Names of torch's random operations that cannot be repeated."""
+        return self._torch.unknown
+
+    def held(self, seed: int) -> AbstractContextManager[object]:
+        """Return a context in which torch's numbers are held."""
+        self.seed = seed
+        self._torch.restart()
+        return self._torch
+
+    def call(self, name: str, function: LossFunction, model: Any, batch: Batch) -> Any:  # noqa: ANN401 (as the user's)
+        """Call a function of the user from the first random number on.
+
+        Args:
+            name: of the function; each draws for itself.
+            function: the loss function or the encoder.
+            model: its first argument.
+            batch: its second.
+        """
+        self._restart()
+        output = function(model, batch)
+        self._record(name)
+        return output
+
+    @contextmanager
+    def applied_to(self, loss: Loss) -> Iterator[Loss]:
+        """Yield the loss, each call of which draws the same numbers."""
+        handles: list[Any] = []
+
+        def repeated(name: str, function: LossFunction) -> LossFunction:
+            if isinstance(function, nn.Module):  # its parameters train, so it stays a module; it is a copy
+                handles.append(function.register_forward_pre_hook(lambda *_: self._restart()))
+                handles.append(function.register_forward_hook(lambda *_: self._record(name)))
+                return function
+            return lambda model, batch: self.call(name, function, model, batch)
+
+        changed = dataclasses.replace(loss, function=repeated("function", loss.function))
+        if isinstance(loss.kind, AcrossSamples):
+            kind = dataclasses.replace(loss.kind, encode=repeated("encode", loss.kind.encode))
+            changed = dataclasses.replace(changed, kind=kind)
+        try:
+            yield changed
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _restart(self) -> None:
+        self._torch.restart()
+        if not self._continues:
+            seed_generators(self.seed)
+        self._initial_state = host_random_digest()
+
+    def _record(self, name: str) -> None:
+        final_state = host_random_digest()
+        self.by_host = self.by_host or final_state != self._initial_state
+        self._final_states.setdefault((name, self.seed), set()).add(final_state)
+
+
+def ways_of_drawing(*, by_host: bool) -> Iterator[Callable[[], RepeatedDraws]]:
+    """Yield functions that make draws, in the order in which they are tried.
+
+    Samples may be on another axis than the first, or draw in a loop: one number everywhere suits these.
+
+    Args:
+        by_host: whether Python or numpy draws.
+    """
+    for continues in (False, True) if by_host else (False,):
+        for constant in (False, True):
+            yield partial(RepeatedDraws, constant=constant, continues=continues)
+
 
 _PARTS = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that every module has."""

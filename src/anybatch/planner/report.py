@@ -11,8 +11,7 @@ from typing import Any
 from anybatch.core.geometry import even_size
 from anybatch.core.splitting import BatchPlan, Cut, plan_batch
 from anybatch.core.units import in_bytes, per_second, three_digits
-from anybatch.diagnostics.memory.bar import MemoryBar
-from anybatch.diagnostics.memory.picture import MemoryPicture, draw_memory
+from anybatch.diagnostics.memory_pictures import MemoryBar, MemoryPicture, draw_memory
 from anybatch.memory.counted import Counted, counting_text
 from anybatch.memory.timeline import ORDER, timeline
 from anybatch.planner.budget import Budget

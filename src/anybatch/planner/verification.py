@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from anybatch.core.tree import Batch, resize_samples
 from anybatch.core.units import in_bytes
-from anybatch.diagnostics.memory.memory_report import record_memory
+from anybatch.diagnostics.memory_report import record_memory
 from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.engine.engine import Engine
 from anybatch.errors import PlanError

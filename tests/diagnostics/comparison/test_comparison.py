@@ -14,11 +14,10 @@ from anybatch.cli.main import main
 from anybatch.cli.status import Status
 from anybatch.core.collectives import Link
 from anybatch.core.run_config import RunConfig
-from anybatch.diagnostics.comparison.compare import compare
-from anybatch.diagnostics.comparison.figure import draw_comparison
-from anybatch.diagnostics.comparison.measure import variance_of
-from anybatch.diagnostics.comparison.report import ComparisonReport, WayResult, slowest
-from anybatch.diagnostics.comparison.ways import Way, ways_of
+from anybatch.diagnostics.compare import ComparisonReport, WayResult, compare, slowest
+from anybatch.diagnostics.compared_ranks import variance_of
+from anybatch.diagnostics.compared_ways import Way, ways_of
+from anybatch.diagnostics.figures import draw_comparison
 from anybatch.errors import BatchSizeError, UserError
 from anybatch.planner.forecast.forecast import largest_worlds
 from anybatch.planner.forecast.workload import Cluster

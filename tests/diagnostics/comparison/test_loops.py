@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import anybatch as ab
 from anybatch.core.tree import Batch
-from anybatch.diagnostics.comparison import loops
-from anybatch.diagnostics.comparison.loops import lines_changed
+from anybatch.diagnostics import compared_ways as loops
+from anybatch.diagnostics.compared_ways import lines_changed
 from tests.engine.cases import InMemory
 from tests.ranks_fixture import Ranks
 

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from anybatch.diagnostics.scaling.bucket_sizes import BucketCut
-from anybatch.diagnostics.scaling.measure import ALONE, CURRENT, UNREDUCED, RankTimes
-from anybatch.diagnostics.scaling.phase_clock import RankSeconds
+from anybatch.diagnostics.scaling_ranks import ALONE, CURRENT, UNREDUCED, BucketCut, RankTimes
+from anybatch.diagnostics.step_times import RankSeconds
 
 ROUNDS = 8
 CUTS = (BucketCut(4, (100,)), BucketCut(1, (1000, 5000)))

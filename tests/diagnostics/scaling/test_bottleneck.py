@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 
-from anybatch.diagnostics.scaling.bottleneck import Cause, causes_of, step_with_workers
-from anybatch.diagnostics.scaling.breakdown import ScalingEvidence, evidence_of
-from anybatch.diagnostics.scaling.bucket_sizes import BucketCut
-from anybatch.diagnostics.scaling.measure import RunSettings
+from anybatch.diagnostics.scaling_evidence import Cause, ScalingEvidence, causes_of, evidence_of, step_with_workers
+from anybatch.diagnostics.scaling_ranks import BucketCut, RunSettings
 from tests.diagnostics.scaling.made_times import COMPUTE, UPDATE, rank_times
 
 ONE_BUCKET = RunSettings(bucket_bytes=1000)

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from anybatch.diagnostics.scaling.breakdown import difference, evidence_of
-from anybatch.diagnostics.scaling.measure import CURRENT, UNREDUCED
+from anybatch.diagnostics.scaling_evidence import difference, evidence_of
+from anybatch.diagnostics.scaling_ranks import CURRENT, UNREDUCED
 from tests.diagnostics.scaling.made_times import COMPUTE, MESSAGES, UPDATE, rank_times
 
 

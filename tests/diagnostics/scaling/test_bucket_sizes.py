@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from anybatch.diagnostics.scaling.bucket_sizes import USUAL_SIZES, bucket_cuts, buckets_of
+from anybatch.diagnostics.scaling_ranks import USUAL_SIZES, bucket_cuts, buckets_of
 from anybatch.parallel.gradient_buckets import GradientBuffers
 
 SIZES = (8, 400, 40, 4, 4000, 100, 12)

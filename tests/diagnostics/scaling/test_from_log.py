@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from anybatch.core.records import PhaseName, PhaseRecord, ReductionRecord
-from anybatch.diagnostics.scaling.from_log import read_steps
+from anybatch.diagnostics.step_times import read_steps
 from anybatch.errors import UserError
 from anybatch.events.jsonl import JsonlLog
 from tests.events.recorded_run import micro_batch, step

@@ -9,10 +9,10 @@ import torch
 
 import anybatch as ab
 from anybatch.data.batches import Batches
-from anybatch.diagnostics.scaling.measure import RankTimes, RunSettings, ScaleRequest, measure_ranks
-from anybatch.diagnostics.scaling.phase_clock import PhaseClock
-from anybatch.diagnostics.scaling.scale import measure_scaling, scale_on_ranks
-from anybatch.diagnostics.unreduced import without_reduction
+from anybatch.diagnostics.repeated_steps import without_reduction
+from anybatch.diagnostics.scale import measure_scaling, scale_on_ranks
+from anybatch.diagnostics.scaling_ranks import RankTimes, RunSettings, ScaleRequest, measure_ranks
+from anybatch.diagnostics.step_times import PhaseClock
 from anybatch.engine.arguments import TrainSpec
 from anybatch.engine.engine import Engine
 from anybatch.errors import UserError

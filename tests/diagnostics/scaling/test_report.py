@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.diagnostics.scaling.bottleneck import causes_of
-from anybatch.diagnostics.scaling.breakdown import evidence_of
-from anybatch.diagnostics.scaling.figure import draw_scaling
-from anybatch.diagnostics.scaling.measure import RunSettings
-from anybatch.diagnostics.scaling.report import ScaleReport, TriedChange
+from anybatch.diagnostics.figures import draw_scaling
+from anybatch.diagnostics.scale import ScaleReport, TriedChange
+from anybatch.diagnostics.scaling_evidence import causes_of, evidence_of
+from anybatch.diagnostics.scaling_ranks import RunSettings
 from tests.diagnostics.scaling.made_times import rank_times
 
 SETTINGS = RunSettings(bucket_bytes=1000)

@@ -16,7 +16,7 @@ import anybatch as ab
 from anybatch.cli.compare import first_batches
 from anybatch.core.run_config import RunConfig
 from anybatch.diagnostics import compare
-from anybatch.diagnostics.comparison.report import ComparisonReport
+from anybatch.diagnostics.compare import ComparisonReport
 from anybatch.planner.forecast.forecast import forecast
 from anybatch.recipes.load import MeasuredJob
 from anybatch.testing import RankPool

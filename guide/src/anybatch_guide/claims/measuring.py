@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.diagnostics.memory.memory_report import record_memory
+from anybatch.diagnostics.memory_report import record_memory
 from anybatch_guide.experiment import Emit
 from anybatch_guide.mistakes.windows import items
 from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, cross_entropy

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import anybatch as ab
-from anybatch.diagnostics.comparison.loops import (
+from anybatch.diagnostics.compared_ranks import WatchedDDP
+from anybatch.diagnostics.compared_ways import (
     LossShare,
     OptimizerFunction,
     Steps,
@@ -21,7 +22,6 @@ from anybatch.diagnostics.comparison.loops import (
     ddp_accumulated,
     ddp_without_no_sync,
 )
-from anybatch.diagnostics.comparison.reductions import WatchedDDP
 from anybatch.parallel.all_reduce import AllReduce
 from anybatch.records import MicroBatchRecord, Record, ReductionRecord, SpanEvent
 from anybatch.testing import RankPool

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import anybatch as ab
-from anybatch.diagnostics.memory.memory_report import record_memory
+from anybatch.diagnostics.memory_report import record_memory
 from anybatch.memory.timeline import ORDER
 from anybatch.parallel.local_parts import is_dtensor, local_part
 from anybatch.testing import RankPool

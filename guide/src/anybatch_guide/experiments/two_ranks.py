@@ -5,8 +5,8 @@ from functools import partial
 from anybatch.cli.compare import first_batches
 from anybatch.core.run_config import RunConfig
 from anybatch.diagnostics import compare
-from anybatch.diagnostics.scaling.measure import RunSettings
-from anybatch.diagnostics.scaling.scale import measure_scaling
+from anybatch.diagnostics.scale import measure_scaling
+from anybatch.diagnostics.scaling_ranks import RunSettings
 from anybatch.recipes.load import MeasuredJob
 from anybatch_guide.experiment import Data, Emit, Experiment
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 
-from anybatch.diagnostics.comparison.reductions import WatchedDDP
+from anybatch.diagnostics.compared_ranks import WatchedDDP
 from anybatch.diagnostics.loop_check.check_loop import check_loop
 from anybatch.testing import RankPool
 from anybatch_guide.claims.devices import EVEN, UNEVEN

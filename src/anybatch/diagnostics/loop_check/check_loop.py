@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from anybatch.diagnostics.loop_check.judge import judge
 from anybatch.diagnostics.loop_check.judged_loop import JudgedLoop, prepare_process, read_parameters
-from anybatch.diagnostics.loop_check.probe import TARGET_KINDS, TargetKind
-from anybatch.diagnostics.loop_check.recorder import LoopStopped, LoopTrace, time_limit
+from anybatch.diagnostics.loop_check.probe import TARGET_KINDS, LoopStopped, LoopTrace, TargetKind, time_limit
 from anybatch.diagnostics.loop_check.report import LoopReport, LoopVerdict
 from anybatch.diagnostics.loop_check.sandbox import run_in_sandbox
 from anybatch.errors import LoopError

@@ -14,7 +14,7 @@ from anybatch.diagnostics.loop_check.judged_loop import (
     NUM_EPOCHS,
     JudgedLoop,
 )
-from anybatch.diagnostics.loop_check.recorder import Forward, LoopTrace, is_close, near
+from anybatch.diagnostics.loop_check.probe import Forward, LoopTrace, is_close, near
 from anybatch.diagnostics.loop_check.report import LoopFinding, LoopReport, Window, fraction, ranges
 from anybatch.diagnostics.loop_check.steps import (
     Share,

@@ -17,8 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from anybatch.data.random_state import seed_generators
-from anybatch.diagnostics.loop_check.probe import ProbeData, ProbeLoader, RowModel, TargetKind, make_data
-from anybatch.diagnostics.loop_check.recorder import LoopTrace, Recorder, time_limit
+from anybatch.diagnostics.loop_check.probe import (
+    LoopTrace,
+    ProbeData,
+    ProbeLoader,
+    Recorder,
+    RowModel,
+    TargetKind,
+    make_data,
+    time_limit,
+)
 from anybatch.errors import LoopError
 from anybatch.parallel.launchers import set_launch_variables
 from anybatch.parallel.torch_internals import HashStore

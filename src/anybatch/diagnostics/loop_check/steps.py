@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from anybatch.diagnostics.loop_check.judged_loop import JudgedLoop
-from anybatch.diagnostics.loop_check.probe import NUM_ROWS, TargetKind
-from anybatch.diagnostics.loop_check.recorder import (
+from anybatch.diagnostics.loop_check.probe import (
+    NUM_ROWS,
     TOLERANCE,
     Forward,
     LoopTrace,
     RankStep,
     TableGradient,
+    TargetKind,
     is_close,
     near,
 )

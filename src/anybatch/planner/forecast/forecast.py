@@ -21,7 +21,7 @@ from anybatch.core.collectives import (
     tree_all_reduce,
 )
 from anybatch.core.geometry import SecondsFit, ceil_div, checked_int
-from anybatch.diagnostics.comparison.report import ComparisonReport
+from anybatch.diagnostics.compare import ComparisonReport
 from anybatch.errors import UserError
 from anybatch.parallel.roll_call import NUM_DIGESTS
 from anybatch.planner.forecast.forecast_report import USEFUL_GAIN, Effect, ForecastReport, ForecastRow

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.core.units import in_bytes, per_second, three_digits
-from anybatch.diagnostics.figure import COLOURS
+from anybatch.diagnostics.figures import COLOURS
 from anybatch.events.matplotlib_files import import_drawing
 from anybatch.planner.forecast.workload import Cluster, FsdpReduction, StrategyName, Workload
 

@@ -15,8 +15,7 @@ from rich.text import Text
 from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record, StepRecord
 from anybatch.core.tree import tensors_of
 from anybatch.core.units import HEADROOM, Reserve, describe_reserve, in_bytes
-from anybatch.diagnostics.memory.bar import MemoryBar
-from anybatch.diagnostics.memory.picture import MemoryPicture, draw_memory
+from anybatch.diagnostics.memory_pictures import MemoryBar, MemoryPicture, draw_memory
 from anybatch.engine.engine import Engine
 from anybatch.errors import UserError
 from anybatch.memory.counted import Counted, counting_text

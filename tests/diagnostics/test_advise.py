@@ -16,8 +16,8 @@ from anybatch.cli.main import main
 from anybatch.cli.status import Status
 from anybatch.core.collectives import Link, best_all_reduce
 from anybatch.core.gradient_noise import BatchCost
-from anybatch.diagnostics.advising.advice import Advice
-from anybatch.diagnostics.advising.figure import draw_advice
+from anybatch.diagnostics.advise import Advice
+from anybatch.diagnostics.figures import draw_advice
 from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.errors import UserError
 

@@ -9,7 +9,9 @@ from itertools import islice
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.core.batch import EffectiveBatch, Placement
 from anybatch.core.loss import declared, factors_of, scaled, unit_counts
@@ -17,13 +19,10 @@ from anybatch.core.records import Record, ReductionRecord, SpanEvent
 from anybatch.core.splitting import Cut
 from anybatch.core.tensors import Gradients, relative_error
 from anybatch.core.tree import Batch, copied, count_samples, map_tensors
-from anybatch.diagnostics.comparison.loops import Wrap, ddp_without_no_sync
-from anybatch.diagnostics.comparison.reductions import WatchedDDP
-from anybatch.diagnostics.comparison.ways import Way
+from anybatch.diagnostics.compared_ways import Way, Wrap, ddp_without_no_sync
 from anybatch.diagnostics.gradient_runs import copied_runs
-from anybatch.diagnostics.memory.memory_report import record_memory
-from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch, spec_for_repeated_steps
-from anybatch.diagnostics.unreduced import without_reduction
+from anybatch.diagnostics.memory_report import record_memory
+from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch, spec_for_repeated_steps, without_reduction
 from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.engine.engine import Engine
 from anybatch.engine.user_code import collect_modules
@@ -32,7 +31,42 @@ from anybatch.memory.device_memory import begin_peak, driver_bytes, memory_in_us
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.parallel.local_parts import is_dtensor
 from anybatch.parallel.strategy import trainable
+from anybatch.parallel.torch_internals import GradBucket
 from anybatch.parallel.world import World
+
+OnBucket = Callable[[int, int, SpanEvent], None]
+"""Told (number of the bucket, its bytes, "begin") when it is sent, and (..., "end") when it has been summed."""
+
+
+class WatchedDDP:
+    """Wraps a model in DDP and records its all-reduces, without changing the computation."""
+
+    def __init__(self, on_bucket: OnBucket, *, bucket_bytes: int = 25 * 2**20) -> None:
+        self.on_bucket = on_bucket
+        self._bucket_bytes = bucket_bytes
+
+    def __call__(self, model: nn.Module) -> DistributedDataParallel:
+        """Return the wrapped model."""
+        wrapper = DistributedDataParallel(model, bucket_cap_mb=self._bucket_bytes / 2**20)
+        wrapper.register_comm_hook(self, _reduced)
+        return wrapper
+
+
+def _reduced(watched: WatchedDDP, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    number, flat = bucket.index(), bucket.buffer()
+    num_bytes = flat.numel() * flat.itemsize
+    watched.on_bucket(number, num_bytes, "begin")
+    # As DDP itself does: divided first, then summed.
+    work = dist.all_reduce(flat.div_(dist.get_world_size()), async_op=True)
+    assert work is not None
+
+    def end(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        watched.on_bucket(number, num_bytes, "end")
+        return future.value()[0]
+
+    found: torch.futures.Future[torch.Tensor] = work.get_future().then(end)
+    return found
+
 
 NUM_BATCHES = 4
 """Effective batches for the variance of gradients."""

@@ -16,8 +16,7 @@ from matplotlib.ticker import FuncFormatter
 from torch import Tensor
 
 from anybatch.core.units import in_bytes, shortened
-from anybatch.diagnostics.memory.bar import colours_of
-from anybatch.diagnostics.memory.picture import MemoryPicture
+from anybatch.diagnostics.memory_pictures import MemoryPicture, colours_of
 from anybatch.memory.timeline import MemoryTimeline
 
 INK, FAINT, PALE = "#262626", "#8C8C8C", "#595959"

@@ -1,15 +1,18 @@
-"""Memory by purpose, as one stacked bar with its legend, on a terminal and in a pipe."""
+"""The memory of a step as a picture: a stacked bar by purpose, or areas over time."""
 
 import itertools
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from anybatch.core.units import in_bytes, shortened
+from anybatch.events.matplotlib_files import import_drawing
+from anybatch.memory.timeline import MemoryTimeline
 
 _WIDTH = 80
 _GAP = "   "
@@ -159,3 +162,23 @@ def _letters(names: Iterable[str]) -> list[str]:
 
 def _line(*pieces: str | tuple[str, str] | Text) -> Text:
     return Text.assemble(*pieces, no_wrap=True, overflow="crop")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPicture:
+    """Title, limits and labels of the drawing of a timeline."""
+
+    title: str
+    below: str = ""
+    limit_bytes: int | None = None
+    headroom: float | None = None
+
+
+def draw_memory(course: MemoryTimeline, picture: MemoryPicture, path: Path) -> None:
+    """Draw memory over the course of a step as stacked areas, with its phases, its marks and its peak.
+
+    The same timeline gives the same SVG, byte for byte, with the same matplotlib.
+    """
+    drawing = import_drawing("anybatch.diagnostics.stacked_areas", [path])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawing.draw(course, picture, path)

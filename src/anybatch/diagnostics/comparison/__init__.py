@@ -1,1 +1,0 @@
-"""Ways of using devices, side by side on one job: time, memory, traffic, equality of gradients."""

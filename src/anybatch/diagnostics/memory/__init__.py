@@ -1,1 +1,0 @@
-"""Where the memory of a recorded step went, as text and as a picture."""
