@@ -45,7 +45,7 @@ def run(words: Sequence[str]) -> int:
     given = make_parser().parse(words)
     let_threads_sleep()
     if given.log is not None:
-        from anybatch.diagnostics.scaling.from_log import read_steps
+        from anybatch.diagnostics.step_times import read_steps
 
         sys.stdout.write(f"{given.log}: parts of a step\n{read_steps(given.log)}\n")
         return Status.DONE
