@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.core.schedules import BatchRamp, Stage, sizes_of, steps_of_samples
+from anybatch.core.schedules import BatchRamp, Stage, steps_of_samples
 from anybatch.errors import BatchSizeError
+from tests.raising import raises
 
 stages = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 60)), min_size=1, max_size=4)
 
@@ -21,35 +22,27 @@ def test_counting_the_steps_of_a_ramp_is_walking_them(given_stages: list[tuple[i
     assert steps_of_samples(num_samples, effective_batch_size=ramp) == steps
 
 
-def test_stages_are_named_and_follow_each_other() -> None:
-    """Each stage lasts for its number of samples, and the ramp reports it."""
-    ramp = BatchRamp((4, 10), (8, 16), (32, None))
-    assert [ramp.at(number) for number in (0, 9, 10, 25, 26, 10**9)] == [4, 4, 8, 8, 32, 32]
-    assert (ramp.sizes, ramp.num_samples) == ((4, 8, 32), 26)
-    assert str(ramp) == "4 for 10 samples, then 8 for 16 samples, then 32"
-
-
 def test_stages_in_tokens_are_whole_samples() -> None:
     """Tokens are divided by tokens per sample, lengths rounded up; fractions of samples raise."""
     assert BatchRamp.in_tokens((64, 1000), (128, None), tokens_per_sample=32) == BatchRamp((2, 32), (4, None))
-    with pytest.raises(BatchSizeError, match=r"stage 1 has 100 tokens .* The nearest are 96 and 128 tokens"):
+    with raises(BatchSizeError, "no-whole-samples"):
         BatchRamp.in_tokens((64, 1000), (100, None), tokens_per_sample=32)
 
 
 @pytest.mark.parametrize(
-    ("given_stages", "words"),
+    ("given_stages", "code"),
     [
-        ((), "needs stages"),
-        (((0, None),), "effective batch size of stage 0=0"),
-        (((4, 100),), "is the last and ends after 100"),
-        (((4, None), (8, None)), "stage 0 of a ramp has no end"),
-        (((8, 4), (16, None)), "not one whole step"),
-        (((8, 0), (16, None)), "samples of stage 0=0"),
+        ((), "no-stages"),
+        (((0, None),), "not-a-whole-number"),
+        (((4, 100),), "end-of-stage"),
+        (((4, None), (8, None)), "end-of-stage"),
+        (((8, 4), (16, None)), "stage-too-short"),
+        (((8, 0), (16, None)), "not-a-whole-number"),
     ],
 )
-def test_ramps_that_cannot_be_are_refused(given_stages: tuple[Stage, ...], words: str) -> None:
+def test_ramps_that_cannot_be_are_refused(given_stages: tuple[Stage, ...], code: str) -> None:
     """An invalid ramp raises an error when it is made."""
-    with pytest.raises(BatchSizeError, match=words):
+    with raises(BatchSizeError, code):
         BatchRamp(*given_stages)
 
 
@@ -61,29 +54,21 @@ def test_a_ramp_is_read_as_it_is_written(given_stages: list[tuple[int, int]]) ->
     assert BatchRamp.parse(ramp.notation) == ramp
 
 
-def test_a_ramp_is_written_by_the_samples_at_which_stages_begin() -> None:
-    """Positions count from the beginning of the run; they are not lengths."""
-    ramp = BatchRamp.parse("32, 128@20000,512@100000")
-    assert ramp == BatchRamp((32, 20_000), (128, 80_000), (512, None))
-    assert ramp.notation == "32,128@20000,512@100000"
-    assert (sizes_of(ramp), sizes_of(7)) == ((32, 128, 512), (7,))
-
-
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "code"),
     [
-        ("32,128", "each but the first"),
-        ("32@5,128@20", "each but the first"),
-        ("32:128@20000", "must be sizes"),
-        ("", "must be sizes"),
-        ("32,x@5", "must be sizes"),
-        ("8,16@40,32@40", "begins at 40, not after the one before it, at 40"),
-        ("8,16@0", "begins at 0, not after the one before it, at 0"),
-        ("8,16@4", "not one whole step"),
-        ("0,16@4", "effective batch size of stage 0=0"),
+        ("32,128", "not-a-ramp"),
+        ("32@5,128@20", "not-a-ramp"),
+        ("32:128@20000", "not-a-ramp"),
+        ("", "not-a-ramp"),
+        ("32,x@5", "not-a-ramp"),
+        ("8,16@40,32@40", "stages-out-of-order"),
+        ("8,16@0", "stages-out-of-order"),
+        ("8,16@4", "stage-too-short"),
+        ("0,16@4", "not-a-whole-number"),
     ],
 )
-def test_text_that_is_no_ramp_is_refused(text: str, words: str) -> None:
+def test_text_that_is_no_ramp_is_refused(text: str, code: str) -> None:
     """The error for invalid text names the fault and shows the notation."""
-    with pytest.raises(BatchSizeError, match=words):
+    with raises(BatchSizeError, code):
         BatchRamp.parse(text)

@@ -14,18 +14,6 @@ def test_the_best_batch_takes_the_least_time() -> None:
     assert fastest == round(COST.best)
 
 
-def test_costs_by_the_plain_formulas() -> None:
-    """Steps fall and samples rise with the batch; at the critical size both are twice their minimum."""
-    steps = [1.0 + 300.0 / size for size in (64, 128)]
-
-    assert COST.steps(128, by=64) == pytest.approx(steps[1] / steps[0])
-    assert COST.samples(128, by=64) == pytest.approx(2 * steps[1] / steps[0])
-    assert COST.steps(300, by=1e12) == pytest.approx(2.0)
-    assert COST.samples(300, by=1e-9) == pytest.approx(2.0)
-    ratio = steps[1] * (0.02 + 128 * 0.0005) / (steps[0] * (0.02 + 64 * 0.0005))
-    assert COST.seconds(128, by=64) == pytest.approx(ratio)
-
-
 def test_ranks_share_samples_and_add_a_reduction() -> None:
     """On 4 ranks a sample takes a quarter of the time, and a step the reduction in addition."""
     cost = COST.on_ranks(4, 0.01)

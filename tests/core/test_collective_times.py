@@ -11,18 +11,16 @@ from anybatch.core.collectives import (
     GLOO_SEGMENT_BYTES,
     Link,
     best_all_reduce,
-    bruck_all_gather,
     doubling_all_reduce,
     gloo_all_reduce,
     hierarchical_all_gather,
     hierarchical_all_reduce,
     parse_link,
-    ring_all_gather,
     ring_all_reduce,
-    ring_reduce_scatter,
     tree_all_reduce,
 )
 from anybatch.errors import UserError
+from tests.raising import raises
 
 Collective = Callable[[float, int, Link], float]
 ALL_REDUCES: tuple[Collective, ...] = (
@@ -32,17 +30,9 @@ ALL_REDUCES: tuple[Collective, ...] = (
     gloo_all_reduce,
     doubling_all_reduce,
 )
-COLLECTIVES: tuple[Collective, ...] = (*ALL_REDUCES, ring_reduce_scatter, ring_all_gather, bruck_all_gather)
 LINKS = st.builds(Link, st.floats(0.0, 0.1), st.floats(1e5, 1e12))
 SIZES = st.integers(1, 10**10)
 RANKS = st.integers(1, 10_000)
-
-
-@pytest.mark.parametrize("collective", COLLECTIVES)
-@given(num_bytes=SIZES, link=LINKS)
-def test_one_rank_costs_nothing(collective: Collective, num_bytes: int, link: Link) -> None:
-    """A single rank sends nothing."""
-    assert collective(num_bytes, 1, link) == 0.0
 
 
 @pytest.mark.parametrize("collective", ALL_REDUCES)
@@ -55,34 +45,6 @@ def test_no_all_reduce_is_faster_than_its_bytes(
     least = 2 * (num_ranks - 1) / num_ranks * num_bytes / link.bytes_per_second
     depth = math.ceil(math.log2(num_ranks))
     assert collective(num_bytes, num_ranks, link) >= 0.999_999 * max(least, depth * link.latency_seconds)
-
-
-@given(num_bytes=SIZES, num_ranks=RANKS, bandwidth=st.floats(1e5, 1e12))
-def test_a_ring_without_latency_is_at_the_bound(num_bytes: int, num_ranks: int, bandwidth: float) -> None:
-    """Without latency a ring takes 2 (N - 1) / N of the bytes' time, equally split between its two halves."""
-    link = Link(0.0, bandwidth)
-    bound = 2 * (num_ranks - 1) / num_ranks * num_bytes / bandwidth
-
-    assert ring_all_reduce(num_bytes, num_ranks, link) == pytest.approx(bound, rel=1e-12)
-    assert ring_reduce_scatter(num_bytes, num_ranks, link) == ring_all_gather(num_bytes, num_ranks, link)
-
-
-@pytest.mark.parametrize("collective", COLLECTIVES)
-@given(num_bytes=SIZES, more=SIZES, num_ranks=RANKS, link=LINKS, later=st.floats(0.0, 0.1))
-def test_monotone(
-    *, collective: Collective, num_bytes: int, more: int, num_ranks: int, link: Link, later: float
-) -> None:
-    """More bytes, latency or ranks never make a collective faster."""
-    rounding = 1e-9
-    if collective is gloo_all_reduce:
-        # Values and segments are integers: a small message may fill more segments than a slightly larger one.
-        num_bytes, rounding = num_bytes + 512 * num_ranks, 0.06
-    seconds = collective(num_bytes, num_ranks, link)
-    slower = Link(link.latency_seconds + later, link.bytes_per_second)
-
-    assert collective(num_bytes, num_ranks, slower) >= seconds
-    assert collective(num_bytes + more, num_ranks, link) >= (1 - rounding) * seconds
-    assert collective(num_bytes, 2 * num_ranks, link) >= (1 - rounding) * seconds
 
 
 @given(num_bytes=SIZES, num_ranks=RANKS, link=LINKS)
@@ -192,6 +154,6 @@ def test_links_as_they_are_written(text: str, link: Link) -> None:
 )
 def test_no_link(text: str) -> None:
     """An invalid link raises with the text and the notation."""
-    with pytest.raises(UserError, match="400Gbit,5us") as caught:
+    with raises(UserError, "not-a-link") as caught:
         parse_link(text)
     assert repr(text) in str(caught.value)

@@ -1,20 +1,14 @@
 """The composition table is complete, has reasons, and is checked as printed."""
 
-import itertools
 import runpy
 from pathlib import Path
 
-import pytest
-
 from anybatch.core.compatibility import (
-    COMBINABLE,
     Cell,
     Feature,
     Verdict,
     cell,
-    meetings,
     pairs,
-    refusal,
     refuse_compositions,
     remarks,
 )
@@ -23,7 +17,6 @@ from anybatch.errors import CompositionError
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "composition.md"
 as_markdown = runpy.run_path(str(PAGE.with_name("write_composition.py")))["as_markdown"]
 ALL_PAIRS = pairs(Feature)
-AXES = {feature.axis for feature in Feature}
 
 
 def refused(*features: Feature) -> str:
@@ -40,12 +33,6 @@ def test_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == as_markdown() + "\n"
 
 
-def test_every_pair_has_a_cell_and_order_does_not_matter() -> None:
-    """Each feature is paired with itself and every other once, and the table is symmetric."""
-    assert len(ALL_PAIRS) == len(set(map(frozenset, ALL_PAIRS))) == len(Feature) * (len(Feature) + 1) // 2
-    assert all(cell(one, other) is cell(other, one) for one, other in ALL_PAIRS)
-
-
 def test_whatever_is_not_exact_says_why() -> None:
     """A refused or inexact cell has a reason and a remedy; an exclusive one has a reason."""
     for one, other in ALL_PAIRS:
@@ -56,32 +43,6 @@ def test_whatever_is_not_exact_says_why() -> None:
         )
         assert not found.reason.endswith(".")
         assert not found.remedy or found.remedy.endswith(".")
-
-
-def test_values_of_one_axis_exclude_each_other() -> None:
-    """Two values of one axis are never combined, and every exclusive axis has at least two values."""
-    for one, other in itertools.combinations(Feature, 2):
-        if one.axis == other.axis and one.axis not in COMBINABLE:
-            assert cell(one, other).verdict is Verdict.EXCLUSIVE
-    assert COMBINABLE < AXES
-    for axis in AXES - COMBINABLE:
-        assert sum(feature.axis == axis for feature in Feature) > 1
-
-
-def test_features_have_names_of_their_own() -> None:
-    """Feature names are unique: an enum would make equal ones aliases."""
-    assert len({feature.says for feature in Feature}) == len(Feature) == len(Feature.__members__)
-
-
-def test_a_pair_that_is_not_stated_is_as_good_as_its_worse_feature() -> None:
-    """Unlisted pairs inherit the verdict of the worse single feature."""
-    good_to_bad = list(Verdict)
-    for one, other in ALL_PAIRS:
-        found, own = cell(one, other), {cell(one, one), cell(other, other)}
-        if (one, other) in meetings((one, other)) or found.verdict is Verdict.EXCLUSIVE:
-            continue
-        assert found in own
-        assert all(good_to_bad.index(found.verdict) >= good_to_bad.index(each.verdict) for each in own)
 
 
 def test_exactly_the_refused_cells_are_refused() -> None:
@@ -96,20 +57,6 @@ def test_exactly_the_refused_cells_are_refused() -> None:
         assert found.verdict is not Verdict.REFUSED or (found.reason in message and found.remedy in message)
         num_refused += bool(message)
     assert num_refused == sum(cell(*pair).verdict is Verdict.REFUSED for pair in ALL_PAIRS) > 0
-
-
-def test_a_message_says_what_shows_it_why_and_what_to_do() -> None:
-    """An error names both features, their evidence, the reason and the remedy."""
-    shown = {Feature.DDP: "", Feature.LOW_PARAMETERS: "'head.weight' is torch.bfloat16"}
-
-    with pytest.raises(CompositionError) as caught:
-        refuse_compositions(shown)
-    found = cell(Feature.DDP, Feature.LOW_PARAMETERS)
-    assert str(caught.value) == (
-        "strategy='ddp' does not compose with bf16 or fp16 parameters ('head.weight' is torch.bfloat16): "
-        f"{found.reason}. {found.remedy}"
-    )
-    assert refusal(Feature.REENTRANT, Feature.REENTRANT, {}).startswith(f"{Feature.REENTRANT.says} is not supported: ")
 
 
 def test_every_reason_is_given_once() -> None:
@@ -151,18 +98,3 @@ def test_what_follows_from_low_parameters_is_refused_with_them() -> None:
         if cell(feature, Feature.LOW_PARAMETERS).verdict is Verdict.REFUSED:
             for implied in (Feature.MASTER_WEIGHTS, Feature.CAST, Feature.SPLIT_WEIGHTS, Feature.ROUNDED_WEIGHTS):
                 assert cell(feature, implied).verdict is Verdict.REFUSED
-
-
-def test_page_has_every_feature_and_every_reason() -> None:
-    """The printed page numbers every feature, marks every cell, and lists every reason under its heading."""
-    page = as_markdown()
-    rows = page.partition("```text\n")[2].partition("\n```")[0].splitlines()[1:]
-
-    assert [row.split()[1] for row in rows] == [feature.name.lower() for feature in Feature]
-    for number, row in enumerate(rows):
-        one = list(Feature)[number]
-        marks = [cell(one, other).verdict.value for other in list(Feature)[: number + 1]]
-        assert "".join(row.split()[2:]) == "".join(marks)
-    for pair in ALL_PAIRS:
-        if cell(*pair).verdict is not Verdict.EXCLUSIVE:
-            assert cell(*pair).reason in page

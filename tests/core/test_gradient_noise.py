@@ -13,7 +13,6 @@ from anybatch.core.gradient_noise import (
     NUM_MOMENTS,
     NoiseEstimate,
     NoiseParts,
-    in_words,
     noise_interval,
     noise_parts,
     with_step,
@@ -41,18 +40,6 @@ def test_estimates_have_no_bias(sizes: tuple[int, ...]) -> None:
 
     assert float(found_norm) == pytest.approx(float(mean.square().sum()), rel=1e-12)
     assert float(found_variance) == pytest.approx(float((population - mean).square().sum() / 3 / 4), rel=1e-12)
-
-
-def test_the_squared_norm_is_a_mean_of_inner_products() -> None:
-    """The estimate is the mean inner product of different micro-batches, weighted by the product of their shares."""
-    torch.manual_seed(0)
-    gradients, sizes = torch.randn(10, 3, dtype=torch.float64), (5, 1, 4)
-    sums = [piece.sum(0) for piece in gradients.split(list(sizes))]
-    pairs = list(itertools.permutations(range(3), 2))
-
-    plain = sum(float(sums[j] @ sums[k]) for j, k in pairs) / sum(sizes[j] * sizes[k] for j, k in pairs)
-
-    assert float(parts_of(gradients, sizes).squared_norm) == pytest.approx(plain, rel=1e-12)
 
 
 def averaged(rows: Float[Tensor, "step row 2"], *, decay: float = 1.0, weights: Sequence[float] = ()) -> Tensor:
@@ -96,13 +83,6 @@ def _student(freedom: float) -> float:
     return float(x[int((mass < 0.95).sum())])
 
 
-def test_steps_that_are_not_finite_are_left_out() -> None:
-    """A non-finite step is ignored, and does not change the weights of earlier steps."""
-    rows = torch.tensor([[[1.0, 2.0]], [[1.5, 2.5]], [[math.inf, 1.0]], [[math.nan, 1.0]]], dtype=torch.float64)
-
-    assert torch.equal(averaged(rows, decay=0.5), averaged(rows[:2], decay=0.5))
-
-
 def test_the_interval_covers_at_its_rate() -> None:
     """In 1,000 runs of 60 skewed, correlated steps the 95% interval contains the truth 93% to 97% of the time."""
     torch.manual_seed(2)
@@ -141,12 +121,3 @@ def test_nothing_is_said_of_a_few_steps() -> None:
     assert estimate.interval == (0.0, math.inf)
     assert not estimate.is_known
     assert str(estimate) == "noise scale not known yet"
-
-
-def test_words() -> None:
-    """The text shows an estimate with its interval, or a lower bound; tokens are shown next to samples."""
-    assert in_words(412.0, (350.0, 480.0)) == (
-        "noise scale about 412 samples (estimate; 95% interval 350 to 480 samples)"
-    )
-    assert "412 samples, 41,200 tokens" in in_words(412.0, (350.0, 480.0), "tokens", 100.0)
-    assert in_words(9000.0, (350.0, math.inf)) == "noise scale at least 350 samples (estimate; no upper end yet)"

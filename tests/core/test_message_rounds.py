@@ -14,7 +14,6 @@ from anybatch.core.collectives import (
     doubling_all_reduce,
     gather_messages,
     gather_rounds,
-    most_sum_rounds,
     sum_messages,
     sum_rounds,
 )
@@ -145,14 +144,3 @@ def test_formulas_message_by_message(num_ranks: int) -> None:
 
         assert said - saves - 1e-9 <= happened <= said + 1e-9
         assert rows == pytest.approx(gathered(num_ranks, num_bytes)[1], rel=1e-12)
-
-
-@given(num_ranks=st.integers(1, 100_000))
-def test_rounds_grow_with_the_logarithm(num_ranks: int) -> None:
-    """Doubling the ranks adds one round, and no rank has more than `log2 N + 2`."""
-    log2 = num_ranks.bit_length() - 1
-    longest = max(len(sum_rounds(rank, num_ranks)) for rank in {0, num_ranks // 2, num_ranks - 1})
-
-    assert longest == most_sum_rounds(num_ranks) <= log2 + 2
-    assert most_sum_rounds(2 * num_ranks) == most_sum_rounds(num_ranks) + (num_ranks > 0)
-    assert len(gather_rounds(0, num_ranks)) <= log2 + 1

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.core.run_config import STANDARD, RunConfig
+from anybatch.core.run_config import RunConfig
 from anybatch.core.schedules import BatchRamp
 from anybatch.errors import BatchSizeError, UserError
 from tests.faults import sees
@@ -87,8 +87,3 @@ def test_invalid_settings_are_refused(settings: dict[str, Any], error: type[User
         RunConfig(**settings)
     for name in settings:
         assert name in str(raised.value)
-
-
-def test_standard_settings_need_nothing_else() -> None:
-    """Settings that no run and no recipe gives have a value or stay open."""
-    assert RunConfig().over(STANDARD) == STANDARD

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from anybatch.core.splitting import Cut, plan_batch
 from anybatch.errors import BatchSizeError
+from tests.raising import raises
 
 
 @given(
@@ -28,5 +29,5 @@ def test_positions_of_units_are_a_partition(num_samples: int, world_size: int, s
 @pytest.mark.parametrize("order", [(0, 1), (0, 1, 1), (0, 1, 3), (0, 1, 2, 3)])
 def test_an_order_that_is_no_permutation_is_refused(order: tuple[int, ...]) -> None:
     """An order with a missing, repeated or invalid position raises, as it would lose or repeat a sample."""
-    with pytest.raises(BatchSizeError, match="each position from 0 to 2 once"):
+    with raises(BatchSizeError, "not-a-permutation"):
         plan_batch(3, 1, Cut()).in_order(order)

@@ -1,10 +1,7 @@
 """Learning-rate schedules match torch's, step by step."""
 
 import io
-import itertools
 import math
-import pickle
-import re
 from collections.abc import Callable
 
 import pytest
@@ -26,7 +23,8 @@ from anybatch.core.schedules import (
     steps_of_epochs,
     steps_of_samples,
 )
-from anybatch.errors import BatchSizeError, UserError
+from anybatch.errors import UserError
+from tests.raising import raises
 
 BASE_RATE = 0.1
 sizes = st.integers(1, 10_000)
@@ -102,26 +100,6 @@ def test_joining_is_torchs_sequential_lr(warm_up: int, decay: int, start: float,
     assert schedule_rates(schedule, num_steps) == pytest.approx(torchs, rel=1e-9, abs=1e-12)
 
 
-@given(num_steps=counts, start=fractions)
-def test_warm_up_rises_from_its_start_to_one(num_steps: int, start: float) -> None:
-    """A warm-up starts at its start factor, never falls, and is exactly 1 from its last step on."""
-    schedule = WarmUp(num_steps=num_steps, start_factor=start)
-    factors = [schedule(step) for step in range(num_steps + 3)]
-    assert factors[0] == (start if num_steps else 1.0)
-    assert all(before <= after for before, after in itertools.pairwise(factors))
-    assert factors[num_steps:] == [1.0] * 3
-
-
-@given(num_steps=counts, floor=fractions, make=st.sampled_from([Cosine, LinearDecay]))
-def test_decays_fall_from_one_to_the_floor(num_steps: int, floor: float, make: type[Cosine | LinearDecay]) -> None:
-    """Both decays start at 1, never rise, and stay at their floor."""
-    schedule = make(num_steps=num_steps, floor=floor)
-    factors = [schedule(step) for step in range(num_steps + 3)]
-    assert factors[0] == pytest.approx(1.0 if num_steps else floor, abs=1e-15)
-    assert all(before >= after for before, after in itertools.pairwise(factors))
-    assert factors[num_steps:] == pytest.approx([floor] * 3, abs=1e-15)
-
-
 parts = st.one_of(
     st.builds(WarmUp, num_steps=counts, start_factor=fractions),
     st.builds(Constant, num_steps=counts, factor=fractions),
@@ -140,30 +118,9 @@ def test_joining_runs_each_part_from_its_own_start(schedules: list[BoundedSchedu
     assert [joined(step) for step in range(len(expected))] == expected
 
 
-@given(first=parts, second=parts, third=parts)
-def test_joining_is_associative(first: BoundedSchedule, second: BoundedSchedule, third: BoundedSchedule) -> None:
-    """Joining is associative."""
-    assert (
-        join_schedules(join_schedules(first, second), third)
-        == join_schedules(first, join_schedules(second, third))
-        == join_schedules(first, second, third)
-    )
-
-
-@given(warm_up=st.integers(1, 50), hold=counts, decay=st.integers(1, 50))
-def test_warm_up_hold_decay_is_continuous(warm_up: int, hold: int, decay: int) -> None:
-    """Warm-up, hold and decay join without a jump."""
-    schedule = join_schedules(
-        WarmUp(num_steps=warm_up, start_factor=0.0), Constant(num_steps=hold), LinearDecay(num_steps=decay)
-    )
-    factors = [schedule(step) for step in range(warm_up + hold + decay + 1)]
-    steepest = max(1 / warm_up, 1 / decay)
-    assert all(abs(after - before) <= steepest + 1e-12 for before, after in itertools.pairwise(factors))
-
-
 def test_nothing_follows_a_schedule_without_end() -> None:
     """A schedule without an end must be last; joining one before another raises with the fix."""
-    with pytest.raises(UserError, match=r"Constant\(factor=1.0, num_steps=None\).*Give it num_steps, or put it last"):
+    with raises(UserError, "endless-schedule"):
         join_schedules(Constant(), Cosine(num_steps=3))
     joined = join_schedules(Constant(num_steps=1), Constant())
     assert joined == SequentialSchedule((Constant(num_steps=1), Constant()))
@@ -171,35 +128,20 @@ def test_nothing_follows_a_schedule_without_end() -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule",
+    ("make", "code"),
     [
-        WarmUp(num_steps=2, start_factor=0.5),
-        Constant(),
-        Cosine(num_steps=2),
-        join_schedules(Constant(num_steps=1), Constant()),
+        (lambda: WarmUp(num_steps=-1, start_factor=0.0), "not-a-whole-number"),
+        (lambda: WarmUp(num_steps=2.5, start_factor=0.0), "not-a-whole-number"),  # type: ignore[arg-type]
+        (lambda: WarmUp(num_steps=1, start_factor=1.5), "not-a-fraction"),
+        (lambda: Cosine(num_steps=1, floor=-0.1), "not-a-fraction"),
+        (lambda: LinearDecay(num_steps=1, floor=math.nan), "not-a-fraction"),
+        (lambda: Constant(factor=math.inf), "negative"),
+        (lambda: Constant(num_steps=-3), "not-a-whole-number"),
     ],
 )
-def test_negative_steps_are_refused(schedule: Schedule) -> None:
-    """Negative steps are refused."""
-    with pytest.raises(UserError, match="step=-1 must be a whole number of at least 0"):
-        schedule(-1)
-
-
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (lambda: WarmUp(num_steps=-1, start_factor=0.0), "num_steps=-1"),
-        (lambda: WarmUp(num_steps=2.5, start_factor=0.0), "num_steps=2.5"),  # type: ignore[arg-type]
-        (lambda: WarmUp(num_steps=1, start_factor=1.5), "start_factor=1.5"),
-        (lambda: Cosine(num_steps=1, floor=-0.1), "floor=-0.1"),
-        (lambda: LinearDecay(num_steps=1, floor=math.nan), "floor=nan"),
-        (lambda: Constant(factor=math.inf), "factor=inf"),
-        (lambda: Constant(num_steps=-3), "num_steps=-3"),
-    ],
-)
-def test_bad_schedules_are_refused_when_made(make: Callable[[], Schedule], name: str) -> None:
+def test_bad_schedules_are_refused_when_made(make: Callable[[], Schedule], code: str) -> None:
     """A schedule with an invalid argument cannot be created, so it cannot fail during a run."""
-    with pytest.raises(UserError, match=f"^{re.escape(name)} must be"):
+    with raises(UserError, code):
         make()
 
 
@@ -214,14 +156,6 @@ def test_steps_of_samples_are_the_fewest_that_see_them(num_samples: int, effecti
     assert (steps - 1) * effective < num_samples
 
 
-@given(num_epochs=st.integers(0, 100), samples=st.integers(0, 10_000), effective=sizes)
-def test_whole_epochs_are_the_batches_they_have(num_epochs: int, samples: int, effective: int) -> None:
-    """Every batch of an epoch is a step, including a smaller last one."""
-    per_epoch = len(range(0, samples, effective))
-    steps = steps_of_epochs(num_epochs, samples_per_epoch=samples, effective_batch_size=effective)
-    assert steps == num_epochs * per_epoch
-
-
 @given(tenths=st.integers(0, 1000), steps_per_epoch=st.integers(1, 1000))
 def test_parts_of_epochs_are_rounded_up_once(tenths: int, steps_per_epoch: int) -> None:
     """A fraction of an epoch is rounded up in exact arithmetic: 0.1 epochs of 30 steps are 3 steps, not 4."""
@@ -229,27 +163,7 @@ def test_parts_of_epochs_are_rounded_up_once(tenths: int, steps_per_epoch: int) 
     assert steps_of_epochs(tenths / 10, samples_per_epoch=steps_per_epoch * 8, effective_batch_size=8) == exact
 
 
-def test_bad_warm_up_lengths_are_refused() -> None:
-    """Negative lengths and batch sizes below 1 raise by name."""
-    with pytest.raises(UserError, match="num_samples=-1"):
-        steps_of_samples(-1, effective_batch_size=8)
-    with pytest.raises(BatchSizeError, match="effective_batch_size=0"):
-        steps_of_samples(1, effective_batch_size=0)
-    with pytest.raises(UserError, match="num_epochs=-1"):
-        steps_of_epochs(-1, samples_per_epoch=8, effective_batch_size=8)
-
-
 # --- saving ----------------------------------------------------------------------------------------------------------
-
-
-def test_schedules_survive_pickling() -> None:
-    """A pickled copy of a schedule is equal to it and gives the same factors."""
-    schedule = join_schedules(
-        WarmUp(num_steps=3, start_factor=0.1), Constant(num_steps=2), Cosine(num_steps=4, floor=0.1)
-    )
-    copy = pickle.loads(pickle.dumps(schedule))  # noqa: S301 (made here)
-    assert copy == schedule
-    assert [copy(step) for step in range(12)] == [schedule(step) for step in range(12)]
 
 
 def test_a_resumed_schedule_goes_on_where_it_was() -> None:
@@ -271,16 +185,3 @@ def test_a_resumed_schedule_goes_on_where_it_was() -> None:
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
     assert before + run(optimizer, scheduler, 6) == uninterrupted
-
-
-def test_loading_a_schedulers_state_does_not_change_the_schedule() -> None:
-    """Loading the state of another schedule only sets the step."""
-    optimizer = torch.optim.SGD(parameters(), lr=BASE_RATE)
-    old = attach_schedule(optimizer, LinearDecay(num_steps=2))
-    schedule = LinearDecay(num_steps=10)
-    new = attach_schedule(torch.optim.SGD(parameters(), lr=BASE_RATE), schedule)
-    new.load_state_dict(old.state_dict())
-    assert schedule == LinearDecay(num_steps=10)
-    new.optimizer.step()
-    new.step()
-    assert new.get_last_lr() == pytest.approx([0.9 * BASE_RATE])

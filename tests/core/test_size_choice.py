@@ -11,7 +11,6 @@ from anybatch.core.geometry import (
     fit_seconds,
     sizes_to_time,
     smallest_of_the_fastest,
-    step_seconds,
 )
 from anybatch.core.splitting import Cut, plan_batch
 
@@ -39,12 +38,6 @@ def test_even_parts(share: int, limit: int) -> None:
     assert len(found) == ceil_div(share, limit)
     others = [parts(share, other) for other in range(1, min(limit, share) + 1)]
     assert found[-1] == max(other[-1] for other in others if len(other) == len(found))
-
-
-def test_a_share_of_64_with_room_for_20() -> None:
-    """Four parts of 16, not 20 + 20 + 20 + 4."""
-    assert even_size(64, 20) == 16
-    assert parts(64, 16) == [16, 16, 16, 16]
 
 
 @given(share=SHARES, limit=st.integers(2, 500), group=st.integers(2, 9))
@@ -75,15 +68,6 @@ def test_few_sizes_and_none_above_the_largest(share: int, largest: int, seconds:
     assert max(found) <= max(largest, min(group, share))
 
 
-def test_sizes_for_a_share_of_256() -> None:
-    """The timed sizes are the largest, half, a quarter, the knee of the line, and the best so far, for even parts."""
-    line = SecondsFit(fixed_seconds=0.001, sample_seconds=0.0005)  # knee: 19 * 0.001 / 0.0005 = 38
-    seen = {size: line.seconds(size) for size in (2, 4, 8)}
-    seen |= {16: 0.0081, 32: 0.012, 64: 0.06, 128: 0.12, 256: 0.24}
-
-    assert sizes_to_time(256, 256, seen) == (32, 37, 64, 128, 256)  # 38 leaves 7 parts of at most 37
-
-
 @given(fixed=st.floats(1e-5, 1.0), slope=st.floats(1e-5, 1.0))
 def test_line_and_knee(fixed: float, slope: float) -> None:
     """The fit through points of a line is that line, and its knee is where 95% of its limit is reached."""
@@ -96,30 +80,6 @@ def test_line_and_knee(fixed: float, slope: float) -> None:
     assert (knee + 1) / SecondsFit(fixed, slope).seconds(knee + 1) >= 0.95 / slope * (1 - 1e-9)
     if knee > 1:
         assert (knee - 1) / SecondsFit(fixed, slope).seconds(knee - 1) <= 0.95 / slope * (1 + 1e-9)
-
-
-def test_no_line() -> None:
-    """One point, or falling times, give no line; a negative time at size 0 becomes zero."""
-    assert fit_seconds({}) is None
-    assert fit_seconds({2: 1.0}) is None
-    assert fit_seconds({2: 1.0, 4: 0.5}) is None
-    assert fit_seconds({2: 1.0, 4: 3.0}) == SecondsFit(0.0, 1.0)
-
-
-@given(share=SHARES, size=st.integers(1, 400), fixed=st.floats(0.0, 1.0), slope=st.floats(1e-5, 1.0))
-def test_a_step_is_the_sum_of_its_micro_batches(share: int, size: int, fixed: float, slope: float) -> None:
-    """If the line is right, a step takes the sum of its micro-batches, including the ragged one."""
-    size = min(size, share)
-    line = SecondsFit(fixed, slope)
-
-    by_hand = sum(line.seconds(part) for part in parts(share, size))
-    assert step_seconds(share, size, line.seconds(size), line) == pytest.approx(by_hand, rel=1e-9)
-
-
-def test_the_ragged_last_one_counts() -> None:
-    """Without a line the last micro-batch counts like a full one: 20 + 20 + 20 + 4 is four times 20."""
-    assert step_seconds(64, 20, 1.0, None) == 4.0
-    assert step_seconds(60, 20, 1.0, None) == 3.0
 
 
 @given(st.dictionaries(st.integers(1, 300), st.floats(1.0, 1.1), min_size=1))

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from anybatch.core.spikes import SpikeDetector, SpikeRule, level_and_deviation, spikes_of
-from anybatch.errors import UserError
+from anybatch.core.spikes import SpikeRule, spikes_of
 
 Values = list[tuple[int, float, float | None]]
 
@@ -58,17 +57,6 @@ def test_a_run_off_its_course_is_a_spike(
     assert f"step {spike.step}" in str(spike)
 
 
-def test_one_bad_value_does_not_move_the_level() -> None:
-    """Level and deviation are the same with an outlier of any size, and a trend does not count as scatter."""
-    values = [0.1 * (number % 5) for number in range(40)]
-    spoiled = [*values[:30], 1e9, *values[31:]]
-    assert level_and_deviation(spoiled, 1e-9) == pytest.approx(level_and_deviation(values, 1e-9), abs=0.1)
-    falling = [-0.5 * number for number in range(40)]
-    level, deviation = level_and_deviation(falling, 1e-9)
-    assert level == pytest.approx(-0.5 * 29.5)
-    assert deviation == pytest.approx(1e-9)
-
-
 def test_the_unit_of_a_loss_does_not_matter() -> None:
     """Scaled losses give the same spikes in the same steps."""
     values = from_step(healthy(400), 200, lambda age, loss, norm: (loss * 1.1**age, norm))
@@ -76,22 +64,3 @@ def test_the_unit_of_a_loss_does_not_matter() -> None:
     assert [spike.step for spike in spikes_of(values, SpikeRule())] == [
         spike.step for spike in spikes_of(other, SpikeRule())
     ]
-
-
-def test_a_detector_says_when_nothing_is_under_way() -> None:
-    """The detector is calm on noise, and not while a rise accumulates; without norms it uses losses only."""
-    detector = SpikeDetector(SpikeRule())
-    for step, loss, _ in healthy(200):
-        assert detector.look(step, loss, None) is None
-    assert detector.is_calm
-    for step in range(200, 203):
-        detector.look(step, 2.0, None)
-    assert not detector.is_calm
-
-
-def test_rules_that_cannot_be_are_refused() -> None:
-    """Values that are not above 0, and windows too short for a median, raise."""
-    with pytest.raises(UserError, match="window=4"):
-        SpikeRule(window=4)
-    with pytest.raises(UserError, match="strictness=0"):
-        SpikeRule(strictness=0.0)

@@ -10,6 +10,7 @@ from anybatch.core.geometry import ceil_div
 from anybatch.core.splitting import BatchPlan, Cut, Deal, even_parts, group_sizes, plan_batch, plan_shares
 from anybatch.errors import BatchSizeError, CompositionError
 from tests.faults import sees
+from tests.raising import raises
 
 SIZES = st.none() | st.integers(1, 40)
 DEALS: st.SearchStrategy[Deal] = st.sampled_from(["balanced", "fixed"])
@@ -65,15 +66,6 @@ def test_sizes_are_respected(num_samples: int, world_size: int, cut: Cut) -> Non
             assert [len(share) for share in sizes] == [min(sum(share), cut.accumulation_steps) for share in sizes]
 
 
-@given(num_samples=st.integers(0, 200), world_size=st.integers(1, 9), cut=CUTS)
-def test_ranks_get_alike(num_samples: int, world_size: int, cut: Cut) -> None:
-    """Shares of a balanced deal differ by at most one sample, those of a fixed one by one unit."""
-    plan = plan_batch(num_samples, world_size, cut)
-    counted = [[unit for unit in share if unit.weight] for share in plan.shares]
-    loads = [sum(unit.num_samples for unit in share) if cut.deal == "balanced" else len(share) for share in counted]
-    assert max(loads) - min(loads) <= 1
-
-
 @sees(
     "a fixed cut depends on the number of ranks",
     "src/anybatch/core/splitting.py",
@@ -109,15 +101,6 @@ def test_lockstep_ranks_run_equally_many_units(num_samples: int, world_size: int
         assert len({len(share) for share in plan.shares}) == 1
     else:
         assert all(unit.weight == 1.0 for share in plan.shares for unit in share)
-
-
-@given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=9), micro=SIZES)
-def test_given_shares_stay_where_they_are(sizes: list[int], micro: int | None) -> None:
-    """The shares of each rank are cut separately, and never move to another rank."""
-    plan = plan_shares(sizes, Cut(micro_batch_size=micro))
-    assert [sum(unit.num_samples for unit in share) for share in plan.shares] == sizes
-    assert positions(plan) == list(range(sum(sizes)))
-    assert plan.num_samples == sum(sizes)
 
 
 @sees(
@@ -207,46 +190,21 @@ def test_units_and_shares_hold_whole_groups(  # noqa: PLR0917 (Hypothesis passes
         assert max(counted) - min(counted) <= 1
 
 
-@given(num_samples=st.integers(1, 200), world_size=st.integers(1, 9), group=GROUPS, steps=st.integers(1, 6), deal=DEALS)
-def test_steps_hold_whole_groups(num_samples: int, world_size: int, group: int, steps: int, deal: Deal) -> None:
-    """With accumulation steps no group is cut either, and the number of steps is the largest that groups permit."""
-    plan = plan_batch(num_samples, world_size, Cut(accumulation_steps=steps, deal=deal, group=group))
-
-    assert positions(plan) == list(range(num_samples))
-    assert {unit.stop for unit in plan.units} <= borders(num_samples, group)
-    assert plan.accumulation_steps <= steps
-    assert len(plan.units) == num_samples or len(plan.units) <= world_size * steps
-
-
 def test_cut_groups_are_refused() -> None:
     """Shares that cut a group, a rest of a single sample, and micro-batches below a group raise."""
     whole = Cut(group=4)
     assert [unit.num_samples for unit in plan_shares([8, 4, 5], whole).units] == [8, 4, 5]
-    with pytest.raises(BatchSizeError, match="rank 1 ends after sample 14 of 17, within a group of 4"):
+    with raises(BatchSizeError, "group-cut"):
         plan_shares([8, 6, 3], whole)
-    with pytest.raises(BatchSizeError, match="rank 0 ends after sample 8 of 9"):
+    with raises(BatchSizeError, "group-cut"):
         plan_shares([8, 1], whole)
-    with pytest.raises(BatchSizeError, match="micro_batch_size=3 must be at least the group size 4"):
+    with raises(BatchSizeError, "group-too-large"):
         plan_batch(12, 1, Cut(micro_batch_size=3, group=4))
-
-
-def test_a_plan_reads_like_its_geometry() -> None:
-    """The text shows samples, ranks, micro-batches and sizes, and which parts are ragged."""
-    lines = {
-        (256, 2, Cut(micro_batch_size=16)): "256 samples = 2 ranks x 8 micro-batches x 16",
-        (1, 1, Cut()): "1 sample = 1 rank x 1 micro-batch x 1",
-        (84, 1, Cut(micro_batch_size=16)): "84 samples = 1 rank x 6 micro-batches x 16, ragged: 5 x 16 + 4",
-        (29, 3, Cut(micro_batch_size=4)): (
-            "29 samples = 3 ranks x 3 micro-batches x 4, ragged: ranks 0-1: 2 x 4 + 2; rank 2: 2 x 4 + 1"
-        ),
-        (2, 3, Cut()): "2 samples = 3 ranks x 1 micro-batch x 1, ragged: ranks 0-1: 1; rank 2: nothing",
-    }
-    assert {key: str(plan_batch(*key)) for key in lines} == lines
 
 
 def test_impossible_plans_are_refused() -> None:
     """A negative number of samples, and fixed units of shares that are already dealt, raise."""
-    with pytest.raises(BatchSizeError, match="num_samples=-1 must not be negative"):
+    with raises(BatchSizeError, "negative-size"):
         plan_batch(-1, 1, Cut(deal="fixed", micro_batch_size=2))
-    with pytest.raises(CompositionError, match="deal='fixed'"):
+    with pytest.raises(CompositionError):
         plan_shares([3, 4], Cut(deal="fixed"))

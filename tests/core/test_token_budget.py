@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from anybatch.core.batch import Placement
 from anybatch.core.splitting import BatchPlan, Cut
-from anybatch.core.token_budget import SampleLengths, TokenBudget, cheapest_cut, plan_by_length, token_budget
+from anybatch.core.token_budget import SampleLengths, plan_by_length, token_budget
 from anybatch.errors import BatchSizeError, DataError, UserError
 from tests.faults import sees
+from tests.raising import raises
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=40)
 
@@ -129,29 +130,6 @@ def test_a_padded_cut_is_the_cheapest_of_all(lengths: list[int], cap: int, fixed
     assert sum(costs) == pytest.approx(least_cost(lengths, cap, fixed))
 
 
-@given(
-    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60),
-    cap=st.integers(60, 300),
-    fixed=st.sampled_from([0.0, 7.0, 100.0]),
-    limit=st.sampled_from([30.0, 90.0, math.inf]),
-)
-def test_leaving_candidates_out_loses_nothing(lengths: list[int], cap: int, fixed: float, limit: float) -> None:
-    """The search restricted to full micro-batches within one length finds the same cost as the plain search."""
-    rising = sorted(lengths)
-    costs = [length * (1 + length / 50) for length in rising]
-    best = [0.0] + [math.inf] * len(rising)
-    for end in range(1, len(rising) + 1):
-        for start in range(end):
-            number, cost = end - start, costs[end - 1]
-            if number == 1 or (number * rising[end - 1] <= cap and number * cost <= limit):
-                best[end] = min(best[end], best[start] + fixed + number * cost)
-
-    ends, found = cheapest_cut(rising, costs, cap, fixed, limit)
-
-    assert found == pytest.approx(best[-1])
-    assert ends[-1] == len(rising)
-
-
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=7), cap=st.integers(9, 20))
 def test_packed_cuts_have_few_micro_batches(lengths: list[int], cap: int) -> None:
     """Packing uses at most one bin more than the minimum on small batches, without padding."""
@@ -176,14 +154,6 @@ def test_ranks_get_equal_work(packed: bool, lockstep: bool) -> None:
         assert max(map(sum, dealt)) <= 1.08 * sum(alone) / world_size
 
 
-def test_the_heaviest_micro_batches_are_side_by_side() -> None:
-    """Each rank starts with its heaviest micro-batch, so that ranks in lockstep wait least."""
-    lengths = SampleLengths(tokens=[place % 17 + 1 for place in range(100)])
-    plan = plan_by_length(lengths, 3, Cut(), token_budget(40, fixed_tokens=5.0))
-
-    assert all(costs == sorted(costs, reverse=True) for costs in costs_of(plan, lengths, 5.0))
-
-
 def test_a_fixed_cut_does_not_know_the_ranks() -> None:
     """With deal="fixed" the micro-batches are the same on any number of ranks."""
     lengths = SampleLengths(tokens=[place * 7 % 31 + 1 for place in range(90)])
@@ -195,65 +165,29 @@ def test_a_fixed_cut_does_not_know_the_ranks() -> None:
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("num_samples", [64, 1024, 16384])
-def test_a_cut_is_near_its_lower_bound(num_samples: int) -> None:
-    """On log-normal lengths, padding adds at most 15%, which an unsplit sorted batch cannot reach."""
-    draw = random.Random(num_samples)
-    tokens = [min(512, max(1, int(draw.lognormvariate(4.5, 0.8)))) for _ in range(num_samples)]
-    lengths = SampleLengths(tokens=tokens)
-    (costs,) = costs_of(plan_by_length(lengths, 1, Cut(), token_budget(4096, fixed_tokens=100.0)), lengths, 0.0)
-
-    assert sum(costs) <= 1.15 * sum(tokens)
-
-
 def test_a_sample_longer_than_the_budget_is_refused_or_alone() -> None:
     """A sample above the budget raises with its length and the fixes; optionally it gets its own micro-batch."""
     lengths = SampleLengths(tokens=[3, 50, 4])
-    with pytest.raises(BatchSizeError, match=r"sample 1 .* has 50 tokens, and a micro-batch may hold 20"):
+    with raises(BatchSizeError, "sample-too-long"):
         plan_by_length(lengths, 1, Cut(), token_budget(20))
     plan = plan_by_length(lengths, 1, Cut(), token_budget(20, longer="alone"))
 
     assert sorted(tuple(plan.positions(unit)) for unit in plan.units) == [(0, 2), (1,)]
 
 
-def test_a_cap_that_memory_has_lowered_is_kept() -> None:
-    """After running out of memory, batches are cut at fewer tokens; a longer sample runs alone."""
-    budget = TokenBudget(tokens=40, cut_at=10)
-    plan = plan_by_length(SampleLengths(tokens=[5, 5, 5, 5, 30]), 1, Cut(), budget)
-
-    assert sorted(tuple(plan.positions(unit)) for unit in plan.units) == [(0, 1), (2, 3), (4,)]
-
-
-def test_padded_lengths_are_counted() -> None:
-    """Lengths that a collate function rounds up to multiples of 8 count as rounded."""
-    lengths = SampleLengths(tokens=[1] * 10, multiple_of=8)
-    plan = plan_by_length(lengths, 1, Cut(), token_budget(32))
-
-    assert max(unit.num_samples for unit in plan.units) == 4
-    with pytest.raises(BatchSizeError, match=r"9 tokens \(16 padded\), and a micro-batch may hold 10"):
-        plan_by_length(SampleLengths(tokens=[9], multiple_of=8), 1, Cut(), token_budget(10))
-
-
-@pytest.mark.parametrize("tokens", [0, -1, 2.5, True, "8192"])
-def test_a_budget_is_a_whole_number(tokens: object) -> None:
-    """A budget that is not an integer raises."""
-    with pytest.raises(BatchSizeError, match="tokens="):
-        token_budget(tokens)  # type: ignore[arg-type]  # on purpose
-
-
 def test_other_values_are_checked() -> None:
     """Falling costs, non-numbers and unknown options raise."""
-    with pytest.raises(UserError, match="fixed_tokens=-1"):
+    with raises(UserError, "wrong-kind-of-value"):
         token_budget(8, fixed_tokens=-1)
-    with pytest.raises(UserError, match=r"longer='cut' must be 'error' or 'alone'"):
+    with raises(UserError, "unknown-option"):
         token_budget(8, longer="cut")  # type: ignore[arg-type]  # on purpose
-    with pytest.raises(UserError, match="must not fall"):
+    with raises(UserError, "falling-cost"):
         plan_by_length(SampleLengths(tokens=[1, 2]), 1, Cut(), token_budget(8, sample_cost=lambda length: -length))
 
 
 def test_a_batch_without_lengths_is_refused() -> None:
     """The error for data without lengths names the argument to give."""
-    with pytest.raises(DataError, match=r"ab\.batches\(dataset, lengths="):
+    with raises(DataError, "no-lengths"):
         Placement(Cut(), 1, 0, token_budget(8)).plan(5)
 
 
@@ -273,11 +207,11 @@ def test_a_cut_into_few_shapes_is_the_cheapest(lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "shapes", "match"),
-    [(21, ((1, 20),), r"no shape of .* has room for 1 x 21"), (15, ((4, 20),), r"no shape of .* within 40 tokens")],
+    ("tokens", "shapes"),
+    [(21, ((1, 20),)), (15, ((4, 20),))],
 )
-def test_a_sample_without_a_shape_is_refused(tokens: int, shapes: Any, match: str) -> None:
+def test_a_sample_without_a_shape_is_refused(tokens: int, shapes: Any) -> None:
     """A sample without a fitting shape raises with the shapes, and with the cap if a larger shape exceeds it."""
     lengths = SampleLengths(tokens=[tokens], shapes=shapes)
-    with pytest.raises(BatchSizeError, match=match):
+    with raises(BatchSizeError, "no-shape"):
         plan_by_length(lengths, 1, Cut(), token_budget(40))

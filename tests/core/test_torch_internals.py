@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch.core import torch_internals
 from anybatch.core.torch_internals import (
     BatchNormBase,
     InstanceNormBase,
@@ -20,9 +19,7 @@ from anybatch.core.torch_internals import (
     interpolate_each,
     is_in_backward,
     multiply_each,
-    needed_for,
     num_changes,
-    sparse_bytes,
     storage_key,
     zero_each,
 )
@@ -82,19 +79,6 @@ def test_views_have_their_tensor_s_storage() -> None:
         assert keys[0] == keys[1] != keys[2]
 
 
-def test_storages_are_told_apart_by_their_objects_instead() -> None:
-    """A storage is the same Python object while it lives, which is its key if torch shows no address."""
-    for device in ("cpu", "meta"):
-        tensor = torch.empty(4, device=device)
-        first = id(tensor.untyped_storage())
-        others = [torch.empty(4, device=device).untyped_storage() for _ in range(100)]
-
-        assert id(tensor[2:].untyped_storage()) == first
-        assert first not in map(id, others)
-    hidden: Any = Bare()
-    assert storage_key(hidden) == id(hidden)
-
-
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_stored_numbers_are_the_tensor_s_own() -> None:
     """Changing the stored values of a sparse tensor changes the tensor; a dense tensor is its own values."""
@@ -115,20 +99,8 @@ def test_stored_numbers_come_by_the_public_name_instead() -> None:
     repeated: Any = Bare(is_sparse=True, is_coalesced=lambda: False)
 
     assert dense_values(coalesced) is values
-    with pytest.raises(UnsupportedTorchError, match="not coalesced"):
+    with pytest.raises(UnsupportedTorchError):
         dense_values(repeated)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_bytes_of_a_sparse_tensor() -> None:
-    """Repeated indices count each time they are stored, or once if torch does not show them."""
-    sparse = torch.sparse_coo_tensor(
-        torch.tensor([[0, 0, 2]]), torch.tensor([1.0, 2.0, 3.0]), (3,), check_invariants=True
-    )
-    hidden: Any = Bare(coalesce=sparse.coalesce)
-
-    assert sparse_bytes(sparse) == 3 * 4 + 3 * 8
-    assert sparse_bytes(hidden) == 2 * 4 + 2 * 8
 
 
 def test_buffers_are_put_back_by_writing_to_their_tables() -> None:
@@ -141,7 +113,7 @@ def test_buffers_are_put_back_by_writing_to_their_tables() -> None:
     assert [set(table) for table in tables] == [set(), set(), {"running_mean", "running_var", "num_batches_tracked"}]
     assert layer.running_mean is not None
     assert layer.running_mean.tolist() == [7, 7]
-    with pytest.raises(UnsupportedTorchError, match="Putting buffers back"):
+    with pytest.raises(UnsupportedTorchError):
         buffer_tables(hidden)
 
 
@@ -154,25 +126,8 @@ def test_a_backward_is_told_from_a_forward() -> None:
 
     assert seen == [True]
     assert not is_in_backward()
-    with pytest.raises(UnsupportedTorchError, match="backward"):
+    with pytest.raises(UnsupportedTorchError):
         is_in_backward(NOTHING)
-
-
-def test_refusal_says_which_torch_is_needed() -> None:
-    """The error has the purpose, the missing part, the current version and suitable ones."""
-    with pytest.raises(UnsupportedTorchError) as caught, needed_for("Flying"):
-        torch.not_there  # type: ignore[attr-defined]  # noqa: B018 (missing on purpose)
-
-    for said in ("Flying", "not_there", torch.__version__, *torch_internals.SEEN):
-        assert str(said) in str(caught.value)
-
-
-def test_missing_modules_are_refused_alike() -> None:
-    """A failed import gives the same error, and other exceptions are unchanged."""
-    with pytest.raises(UnsupportedTorchError, match="not_there"), needed_for("Flying"):
-        from torch import not_there  # type: ignore[attr-defined]  # noqa: F401, PLC0415 (missing on purpose)
-    with pytest.raises(ValueError, match="other"), needed_for("Flying"):
-        raise ValueError("other")  # noqa: EM101 (a stand-in)
 
 
 def test_every_change_in_place_counts() -> None:
@@ -183,5 +138,5 @@ def test_every_change_in_place_counts() -> None:
     values[:1].mul_(2)
 
     assert num_changes([values, None], "this") == [before + 2]
-    with pytest.raises(UnsupportedTorchError, match="this"):
+    with pytest.raises(UnsupportedTorchError):
         num_changes([cast("torch.Tensor", NOTHING)], "this")

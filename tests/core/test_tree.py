@@ -1,6 +1,6 @@
 """Batches of any structure can be counted, sliced and reassembled."""
 
-from collections import OrderedDict, UserDict, defaultdict
+from collections import OrderedDict, UserDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from anybatch.core.tree import count_samples, flatten_batch, join_samples, map_tensors, slice_samples, tensors_of
+from anybatch.core.tree import count_samples, flatten_batch, join_samples, slice_samples
 from anybatch.errors import DataError
 from tests.faults import sees
+from tests.raising import raises
 
 
 class Pair(NamedTuple):
@@ -152,28 +153,6 @@ def test_slices_put_together_are_the_batch(data: st.DataObject, number: int) -> 
     assert same(concatenated(pieces), batch)
 
 
-@pytest.mark.slow
-@given(data=st.data(), number=st.integers(0, 4))
-def test_mapping_tensors_keeps_the_tree(data: st.DataObject, number: int) -> None:
-    """Mapping the identity over tensors gives an equal tree of the same types; every tensor is seen once."""
-    batch = data.draw(trees(number))
-    seen: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        seen.append(tensor)
-        return tensor
-
-    assert same(map_tensors(batch, note), batch)
-    assert [id(tensor) for tensor in seen] == [id(tensor) for tensor in tensors_of(batch)]
-
-
-def test_slices_are_views() -> None:
-    """A slice shares the batch's memory."""
-    batch = {"x": torch.zeros(6, 2)}
-    slice_samples(batch, 2, 4)["x"].fill_(1.0)
-    assert batch["x"].sum(1).tolist() == [0, 0, 2, 2, 0, 0]
-
-
 def test_batch_encodings_keep_their_type() -> None:
     """The output of a transformers tokenizer is sliced into objects of the same class."""
     transformers = pytest.importorskip("transformers")
@@ -184,14 +163,6 @@ def test_batch_encodings_keep_their_type() -> None:
     assert count_samples(batch) == 4
     assert piece.input_ids.tolist() == [[3, 4, 5], [6, 7, 8]]
     assert piece["labels"].tolist() == [1, 2]
-
-
-def test_a_mapping_that_cannot_be_rebuilt_becomes_a_dict() -> None:
-    """A defaultdict, whose constructor takes a factory first, becomes a plain dict with the same content."""
-    batch = defaultdict(torch.Tensor, {"x": torch.arange(3)})
-    piece = slice_samples(batch, 0, 2)
-    assert type(piece) is dict
-    assert piece["x"].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +186,7 @@ def test_strings_belong_to_their_samples(samples: list[Any]) -> None:
 @pytest.mark.parametrize("batch", [1.0, None, "text", {}, {"scale": 2}, torch.tensor(1.0), ("a", torch.tensor(1.0))])
 def test_a_batch_without_samples_is_refused(batch: Any) -> None:
     """A batch in which no leaf has a first axis raises."""
-    with pytest.raises(DataError, match="cannot be counted"):
+    with raises(DataError, "uncountable"):
         count_samples(batch)
 
 
@@ -278,5 +249,5 @@ def test_sparse_and_nested_tensors_are_cut_by_samples(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 def test_a_layout_without_rows_is_refused() -> None:
     """The error names the layout and what to convert it to."""
-    with pytest.raises(DataError, match=r"sparse_csr cannot be cut into samples.*to_sparse_coo"):
+    with raises(DataError, "layout-without-rows"):
         slice_samples({"x": torch.eye(4).to_sparse_csr()}, 0, 2)

@@ -67,16 +67,6 @@ def test_batches_are_the_plain_loop() -> None:
     assert all(torch.equal(left, right) for left, right in zip(fed, plain, strict=True))
 
 
-@pytest.mark.parametrize("size", [1_000, 5_000])
-def test_batches_of_a_long_epoch_are_slices_of_the_order(size: int) -> None:
-    """The order is the same if an epoch or a step exceeds one chunk of ids, from any start."""
-    order = torch.randperm(11_000, generator=torch.Generator().manual_seed(order_seed(5, 0))).tolist()
-    for start in (0, 2_500):
-        batches = ab.batches(range(11_000), effective_batch_size=size, seed=5, start=Position(0, start))
-        found = [list(batch.sample_ids) for batch in batches]
-        assert found == [order[first : first + size] for first in range(start, 11_000, size)]
-
-
 @given(
     num_samples=st.integers(1, 40),
     size=st.integers(1, 20),
@@ -111,23 +101,6 @@ def test_the_last_batch_of_an_epoch(drop_last: bool) -> None:
     assert len(batches) == len(ids)
     assert batches.steps_per_epoch == len(epoch)
     assert [batch.epoch for batch in batches] == [0] * len(epoch) + [1] * len(epoch)
-
-
-def test_a_data_set_smaller_than_one_batch() -> None:
-    """A data set smaller than one batch gives one smaller batch per epoch."""
-    batches = ab.batches(range(3), effective_batch_size=8, epochs=2, shuffle=False)
-    assert [batch.sample_ids for batch in batches] == [(0, 1, 2)] * 2
-
-
-def test_steps_run_over_epochs() -> None:
-    """`steps` counts from the start across epochs and yields the same batches as `epochs`."""
-    by_epochs = [batch.sample_ids for batch in ab.batches(range(10), effective_batch_size=4, epochs=3)]
-    for steps in range(1, 10):
-        batches = ab.batches(range(10), effective_batch_size=4, steps=steps)
-        assert [batch.sample_ids for batch in batches] == by_epochs[:steps]
-        assert len(batches) == steps
-    resumed = ab.batches(range(10), effective_batch_size=4, steps=4, start=Position(1))
-    assert [batch.sample_ids for batch in resumed] == by_epochs[3:7]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -239,12 +212,6 @@ def test_units_are_loaded_when_asked_for() -> None:
     assert loaded == [0, 1]
     next(units)
     assert loaded == [0, 1, 2, 3, 4, 5]
-
-
-def test_each_iteration_begins_at_the_start() -> None:
-    """A second iteration over the same object yields the same batches."""
-    batches = ab.batches(range(10), effective_batch_size=4, start=Position(0, 4))
-    assert [batch.sample_ids for batch in batches] == [batch.sample_ids for batch in batches]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from anybatch.core.schedules import BatchRamp
 from anybatch.data.options import SampleSchedule
 from anybatch.errors import BatchSizeError, DataError
 from anybatch.norms import Ghost
+from tests.raising import raises
 
 RAMP = BatchRamp((4, 10), (8, 30), (16, None))
 
@@ -53,7 +54,8 @@ def engine_of(**options: object) -> ab.Engine:
 @settings(deadline=None)
 def test_counting_steps_of_a_ramp_is_walking_them(num_samples: int, drop_last: bool, offset: int, steps: int) -> None:
     """The step arithmetic of a ramped schedule agrees with counting step by step from any offset."""
-    schedule = SampleSchedule(num_samples, RAMP, drop_last)
+    options = ab.batches(range(num_samples), effective_batch_size=RAMP, drop_last=drop_last).request
+    schedule = SampleSchedule(num_samples, options)
     start = Position(0, min(offset, num_samples))
     walked: list[Position] = []
     position = schedule.normalized(start)
@@ -132,18 +134,18 @@ def test_every_stage_is_checked_at_the_start() -> None:
         norms=Ghost(group_size=8),
         check_loss=False,
     )
-    with engine, pytest.raises(BatchSizeError, match="must be at least the group size 8"):
+    with engine, raises(BatchSizeError, "group-too-large"):
         engine.step(next(iter(ab.batches(Numbers(), effective_batch_size=RAMP))))
-    with engine_of(effective_batch_size=8) as engine, pytest.raises(BatchSizeError, match="has 16 samples"):
+    with engine_of(effective_batch_size=8) as engine, pytest.raises(BatchSizeError):
         engine.step(next(iter(ab.batches(Numbers(), effective_batch_size=RAMP))))
 
 
 def test_stages_that_never_come_are_refused() -> None:
     """A stage larger than the data set is refused, and a ramp longer than the first epoch of a stream."""
-    with pytest.raises(BatchSizeError, match="stage 1 of the ramp has steps of 64 samples, and the data set has 50"):
+    with raises(BatchSizeError, "stage-never-begins"):
         ab.batches(Numbers(), effective_batch_size=BatchRamp((4, 10), (64, None)))
     short = ab.batches(Stream(30), effective_batch_size=RAMP, epochs=2, shuffle=False)
-    with pytest.raises(DataError, match="after 40 samples, and the first epoch of the stream has 30"):
+    with raises(DataError, "stage-never-begins"):
         list(short)
-    with pytest.raises(TypeError, match="differs from epoch to epoch"):
+    with pytest.raises(TypeError):
         _ = ab.batches(Numbers(), effective_batch_size=RAMP).steps_per_epoch

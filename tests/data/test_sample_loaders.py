@@ -12,10 +12,12 @@ from anybatch.data import Padded, PaddedOrPacked
 from anybatch.errors import CompositionError, DataError
 from anybatch.testing import relative_error
 from tests.engine.length_cases import DECLARED, LENGTHS, Language, Sentences
+from tests.raising import raises
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", "ignore:This DataLoader will create")
 
 TOLERANCE = 1e-12
 # torchdata 0.11 calls 'set_vital', which torch 2.13 deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", "ignore:This DataLoader will create")
 
 
 class Numbered(Dataset[Any]):
@@ -122,43 +124,36 @@ def test_a_state_of_the_loaders_own_is_refused(kind: str) -> None:
         loader = loader_of(kind, dataset=range(20))
         next(iter(loader))
         resumed.load_state_dict(loader.state_dict())
-    with pytest.raises(DataError, match="continues at the engine's position"):
+    with raises(DataError, "loader-with-state"):
         next(iter(ab.batches(resumed, effective_batch_size=6, shuffle=False, collate=list)))
 
 
 @pytest.mark.parametrize("kind", ["torch", "torchdata"])
 @pytest.mark.parametrize(
-    ("settings", "options", "words"),
+    ("settings", "options", "code"),
     [
-        ({"sampler": DistributedSampler(range(20), 2, 0)}, {}, "DistributedSampler"),  # type: ignore[arg-type]  # has a length
-        ({"shuffle": True, "generator": torch.Generator()}, {}, "its own generator"),
-        ({"num_workers": 1}, {"num_workers": 1}, "workers in workers"),
+        ({"sampler": DistributedSampler(range(20), 2, 0)}, {}, "distributed-sampler"),  # type: ignore[arg-type]  # has a length
+        ({"shuffle": True, "generator": torch.Generator()}, {}, "own-generator"),
+        ({"num_workers": 1}, {"num_workers": 1}, "workers-in-workers"),
     ],
 )
-def test_what_could_not_go_on_is_refused(kind: str, settings: Any, options: Any, words: str) -> None:
+def test_what_could_not_go_on_is_refused(kind: str, settings: Any, options: Any, code: str) -> None:
     """A loader of a part of the data, with a separate generator or with two sets of workers is refused."""
     loader = loader_of(kind, dataset=range(20), **settings)
-    with pytest.raises(DataError, match=words):
+    with raises(DataError, code):
         next(iter(ab.batches(loader, effective_batch_size=6, shuffle=False, collate=list, **options)))
-
-
-def test_a_stateful_loader_that_shuffles_is_refused() -> None:
-    """A stateful loader that shuffles is refused, because its sampler has a separate generator."""
-    loader = loader_of("torchdata", dataset=range(20), shuffle=True)
-    with pytest.raises(DataError, match="Pass the data set itself"):
-        next(iter(ab.batches(loader, effective_batch_size=6, shuffle=False, collate=list)))
 
 
 def test_a_stateful_loaders_batches_are_refused_under_a_budget() -> None:
     """Batches that the loader has padded cannot be cut by length; the error gives the alternative."""
     module = pytest.importorskip("torchdata.stateful_dataloader", reason="needs the package torchdata")
     loader = module.StatefulDataLoader(Numbered(), batch_size=5, collate_fn=Padded())
-    with pytest.raises(DataError, match="batch_size=None"):
+    with raises(DataError, "yields-batches"):
         ab.batches(loader, effective_batch_size=9, shuffle=False)
     model = Language()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         ab.Engine(model, optimizer, DECLARED, micro_batch_size=ab.token_budget(40)) as engine,
-        pytest.raises(CompositionError, match="already padded the samples"),
+        pytest.raises(CompositionError),
     ):
         engine.step(next(iter(ab.shares(loader))))

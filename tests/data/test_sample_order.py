@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from anybatch.core.batch import Position
 from anybatch.core.randomness import order_seed
+from anybatch.data import batches
 from anybatch.data.options import SampleSchedule, sample_order
 from tests.faults import sees
 
@@ -25,11 +26,6 @@ def test_an_order_is_the_permutation_of_its_epoch_and_seed() -> None:
     assert not torch.equal(order, sample_order(100, seed=8, epoch=3, shuffle=True))
 
 
-def test_without_shuffling_the_order_is_the_data_sets_own() -> None:
-    """shuffle=False gives 0, 1, 2, ... in every epoch."""
-    assert sample_order(5, seed=1, epoch=9, shuffle=False).tolist() == [0, 1, 2, 3, 4]
-
-
 @given(
     num_samples=st.integers(1, 40),
     size=st.integers(1, 20),
@@ -40,7 +36,9 @@ def test_without_shuffling_the_order_is_the_data_sets_own() -> None:
 @settings(deadline=None)
 def test_counting_steps_is_walking_them(num_samples: int, size: int, drop_last: bool, offset: int, steps: int) -> None:
     """The arithmetic of a schedule (number of steps, end) agrees with counting step by step from any offset."""
-    schedule = SampleSchedule(num_samples, size if not drop_last else min(size, num_samples), drop_last)
+    size = min(size, num_samples) if drop_last else size
+    options = batches(range(num_samples), effective_batch_size=size, drop_last=drop_last).request
+    schedule = SampleSchedule(num_samples, options)
     start = Position(2, min(offset, num_samples))
     walked: list[Position] = []
     position = schedule.normalized(start)
@@ -52,12 +50,6 @@ def test_counting_steps_is_walking_them(num_samples: int, size: int, drop_last: 
     assert schedule.num_steps(start, None, steps) == steps
     assert schedule.num_steps(start, 4, None) == len(_starts_before(schedule, start, 4))
     assert schedule.end(start, 4, None) == Position(4)
-
-
-def test_the_last_step_of_an_epoch_is_smaller_or_left_out() -> None:
-    """Steps cover consecutive offsets to the end of the epoch; drop_last drops the smaller last step."""
-    assert list(SampleSchedule(10, 4, drop_last=False).steps_of_epoch(Position(0, 1))) == [(1, 5), (5, 9), (9, 10)]
-    assert list(SampleSchedule(10, 4, drop_last=True).steps_of_epoch(Position(0, 1))) == [(1, 5), (5, 9)]
 
 
 def _starts_before(schedule: SampleSchedule, start: Position, end_epoch: int) -> list[Position]:

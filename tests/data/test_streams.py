@@ -1,6 +1,5 @@
 """Data sets that can only be read from the beginning, as a single stream or in shards."""
 
-import pickle
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -16,12 +15,12 @@ import anybatch.data as ab
 from anybatch.core.batch import Placement, Position
 from anybatch.core.splitting import Cut
 from anybatch.data.prefetch import packed, unpacked
-from anybatch.data.streams import ChunkKey, LaneReader
 from anybatch.errors import DataError
-
-ONE = Placement(Cut(), 1, 0)
+from tests.raising import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # raised for more workers than cores
+
+ONE = Placement(Cut(), 1, 0)
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
@@ -138,18 +137,6 @@ def _letters(number: int) -> Iterator[str]:
     yield from ("abc", "def")[number]
 
 
-def test_skipped_samples_stay_in_the_worker() -> None:
-    """Chunks before the start of a resumed run carry ids only; tensors are sent without the storage they view."""
-    parts = [torch.arange(1_000_000.0).reshape(1000, 1000)]
-    reader = LaneReader(ab.Shards(parts), seed=0, num_lanes=1, rounds_per_chunk=4)
-    chunk = reader(ChunkKey(0, 0, 0, keep_from=2))
-    samples = unpacked(chunk)
-    assert [(i, sample is None) for i, sample in samples] == [(0, True), (1, True), (2, False), (3, False)]
-    assert torch.equal(samples[3][1], parts[0][3])
-    assert len(chunk) < 3 * len(pickle.dumps(parts[0][3].clone()))
-    assert unpacked(reader(ChunkKey(0, 0, 7, keep_from=0)))[0][0] == 28, "another chunk than the next one"
-
-
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -197,28 +184,14 @@ def test_the_length_of_a_stream_is_what_it_states() -> None:
 
     assert (len(streamed(Sized("s", 10))), streamed(Sized("s", 10)).steps_per_epoch) == (6, 3)
     assert len(list(streamed(Stream("s", 10)))) == 6
-    with pytest.raises(TypeError, match="the stream has no length"):
+    with pytest.raises(TypeError):
         len(streamed(Stream("s", 10)))
-    with pytest.raises(TypeError, match="the stream has no length"):
+    with pytest.raises(TypeError):
         _ = streamed(Stream("s", 10), epochs=None, steps=3).steps_per_epoch
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_start_beyond_the_stream(num_workers: int) -> None:
-    """An offset beyond the epoch is refused when the stream ends; an offset at its end starts the next epoch."""
-    with pytest.raises(DataError, match=r"start.sample_offset=11 is larger than epoch 0 of the stream, which has 10"):
-        list(streamed(Stream("s", 10), start=Position(0, 11), num_workers=num_workers))
-    assert next(iter(streamed(Stream("s", 10), start=Position(0, 10)))).start == Position(1)
-
-
-@pytest.mark.parametrize(
-    ("stream", "more", "message"),
-    [
-        (Stream("s", 0), {}, "the stream is empty: epoch 0 yielded 0 samples"),
-        (Stream("s", 3), {"drop_last": True}, "epoch 0 of the stream has 3 samples, effective_batch_size=4 needs 4"),
-    ],
-)
-def test_a_stream_that_yields_nothing(stream: Stream, more: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("stream", "more"), [(Stream("s", 0), {}), (Stream("s", 3), {"drop_last": True})])
+def test_a_stream_that_yields_nothing(stream: Stream, more: dict[str, Any]) -> None:
     """An epoch without a full batch is an error, not an endless loop."""
-    with pytest.raises(DataError, match=message):
+    with raises(DataError, "no-full-batch"):
         list(streamed(stream, epochs=None, steps=1, **more))

@@ -11,6 +11,7 @@ from anybatch.norms import coupling_layers, replaced
 from anybatch.norms.replacement import Kind, default_groups
 from anybatch.testing import assert_same_gradients
 from tests.norms.residual import ResidualNetwork, classify, images, native, network
+from tests.raising import raises
 
 KINDS: list[Kind] = ["group_norm", "layer_norm", "rms_norm"]
 
@@ -55,23 +56,6 @@ def test_weights_are_taken_over(kind: Kind) -> None:
         assert after.bias.requires_grad is before.bias.requires_grad
 
 
-@pytest.mark.parametrize("shape", [(5, 8), (5, 8, 3), (5, 8, 3, 3)])
-def test_formulas(shape: tuple[int, ...]) -> None:
-    """Each layer computes its textbook formula per sample."""
-    values = torch.randn(shape, dtype=torch.float64) * 3 + 1
-    old = nn.Sequential(nn.BatchNorm2d(8)).double()  # replaced layers accept any number of axes
-    flat = values.flatten(1)
-    mean, square = flat.mean(1, keepdim=True), flat.square().mean(1, keepdim=True)
-    variance = flat.var(1, keepdim=True, correction=0)
-    torch.testing.assert_close(
-        replaced(old, "layer_norm").model(values).flatten(1), (flat - mean) / (variance + 1e-5).sqrt()
-    )
-    torch.testing.assert_close(replaced(old, "rms_norm").model(values).flatten(1), flat / (square + 1e-5).sqrt())
-    grouped = values.reshape(5, 2, -1)
-    expected = (grouped - grouped.mean(2, keepdim=True)) / (grouped.var(2, keepdim=True, correction=0) + 1e-5).sqrt()
-    torch.testing.assert_close(replaced(old, "group_norm").model(values).reshape(5, 2, -1), expected)
-
-
 def test_a_shared_layer_stays_shared_and_a_model_may_be_a_layer() -> None:
     """A layer used twice is replaced by one shared layer; a bare BatchNorm is replaced too."""
     norm = nn.BatchNorm1d(8)
@@ -83,7 +67,7 @@ def test_a_shared_layer_stays_shared_and_a_model_may_be_a_layer() -> None:
 def test_groups() -> None:
     """Groups are at most 32, of at least 4 channels; a non-divisor and an unknown kind are refused."""
     assert {c: default_groups(c) for c in (3, 8, 16, 20, 96, 256)} == {3: 1, 8: 2, 16: 4, 20: 5, 96: 24, 256: 32}
-    with pytest.raises(UserError, match="num_groups=3 must divide the 8 channels of layer '0'"):
+    with raises(UserError, "not-a-divisor"):
         replaced(nn.Sequential(nn.BatchNorm1d(8)), "group_norm", num_groups=3)
-    with pytest.raises(UserError, match="kind='batch_norm'"):
+    with raises(UserError, "unknown-kind"):
         replaced(nn.BatchNorm1d(8), "batch_norm")  # type: ignore[arg-type]

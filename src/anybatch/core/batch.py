@@ -28,12 +28,8 @@ class Position:
 class Placement:
     """The cut, the number of ranks, and this rank.
 
-    Attributes:
-        cut: the cut by numbers of samples.
-        world_size: number of ranks.
-        rank: this rank.
-        budget: of a cut by length, where `cut` only sets how units are dealt; None for a cut by samples.
-        packed: whether to pack batches whose collate function can both pad and pack.
+    With a `budget` batches are cut by length, and `cut` only sets how units are dealt. `packed` chooses the layout if a
+    collate function can both pad and pack.
     """
 
     cut: Cut
@@ -57,7 +53,7 @@ class Placement:
                 "long its samples are. Give lengths with the data, ab.batches(dataset, lengths=...), or cut by number: "
                 "micro_batch_size=16."
             )
-            raise DataError(message)
+            raise DataError(message, code="no-lengths")
         return plan_by_length(lengths, self.world_size, self.cut, self.budget)
 
     def units(self, num_samples: int, lengths: SampleLengths | None = None) -> list[Positions]:
@@ -93,12 +89,8 @@ def taken(values: Sequence[T], positions: Positions) -> Sequence[T]:
 class EffectiveBatch(Protocol):
     """The samples of one optimizer step, over all ranks, before they are cut. Lazy: `feed` loads them.
 
-    Attributes:
-        sample_ids: global ids of its samples; the same on every rank. A batch that can be cut by length also has
-            `lengths`, a `SampleLengths`; if `lengths.either`, it has a method `in_layout(packed=)`, which returns the
-            batch padded or packed.
-        seed: the seed of the run's data, the first word of every random key.
-        end: the position in the data after a successful step on this batch.
+    A batch that can be cut by length also has `lengths`, a `SampleLengths`; if `lengths.either`, it has a method
+    `in_layout(packed=)`, which returns the batch padded or packed.
     """
 
     @property
@@ -119,9 +111,7 @@ class EffectiveBatch(Protocol):
     def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
         """Yield one collated micro-batch for each unit, in this order, on the host.
 
-        Args:
-            units: the positions in `sample_ids` of the samples of each micro-batch.
-            later_units: the cut of later batches, so that workers can prefetch; None to prefetch nothing.
+        `later_units` is the cut of later batches, so that workers can prefetch; None to prefetch nothing.
         """
         ...
 

@@ -27,13 +27,7 @@ from anybatch.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class SumRound:
-    """A rank's messages in one round of a sum.
-
-    Attributes:
-        partner: the rank to exchange with.
-        sends: whether this rank sends its sum so far.
-        receives: the incoming data: a part, to add to its own; the total, to replace it; or nothing.
-    """
+    """A rank's messages in one round of a sum; a received part is added to its own, a received sum replaces it."""
 
     partner: int
     sends: bool
@@ -42,13 +36,9 @@ class SumRound:
 
 @dataclass(frozen=True, slots=True)
 class GatherRound:
-    """A rank's messages in one round of a gather, where row i belongs to the i-th rank after it, and row 0 to itself.
+    """A rank's messages in one round of a gather: it sends its first rows, and receives as many, from `first_row` on.
 
-    Attributes:
-        to_rank: receives this rank's first rows.
-        from_rank: sends its first rows.
-        num_rows: number of rows.
-        first_row: index of the received rows.
+    Row i belongs to the i-th rank after it, and row 0 to itself.
     """
 
     to_rank: int
@@ -117,12 +107,7 @@ _TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The connection between two ranks, or two hosts.
-
-    Attributes:
-        latency_seconds: until the first byte of a message arrives.
-        bytes_per_second: in each direction.
-    """
+    """The connection between two ranks, or two hosts; the bandwidth is in each direction."""
 
     latency_seconds: float
     bytes_per_second: float
@@ -153,7 +138,7 @@ def parse_link(text: str) -> Link:
             f"{text!r} is not a link. Write a bandwidth above 0 and a latency with their units, such as 400Gbit,5us, "
             "1Gbit,1ms or 25GB/s,2us."
         )
-        raise UserError(message)
+        raise UserError(message, code="not-a-link")
     bits = float(rate[1]) * _BIT_PREFIXES[rate[2].lower()] * (8 if rate[3] == "B" else 1)
     return Link(latency_seconds=float(time[1]) * _TIME_UNITS[time[2]], bytes_per_second=bits / 8)
 
@@ -274,14 +259,6 @@ def hierarchical_all_reduce(
     share the host's one link, so each has B / d of it, and `all_reduce(n / d, N / d, B / d)` has the bytes of
     `all_reduce(n, N / d, B)` (Jia et al. 2018; `NCCL_HIERARCHICAL_ALLREDUCE` of Horovod). If hosts are not full the
     number of hosts is rounded up.
-
-    Args:
-        num_bytes: bytes of the tensor.
-        num_ranks: devices of all hosts.
-        devices_per_host: d; 1 leaves only the outer all-reduce.
-        inner: link between devices of a host.
-        outer: link of a host, which its devices share.
-        over_hosts: function (bytes, hosts, link) -> the seconds over hosts.
     """
     inside = min(num_ranks, devices_per_host)
     hosts = ceil_div(num_ranks, devices_per_host)

@@ -102,13 +102,7 @@ COMBINABLE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The verdict on two features, or on a single feature.
-
-    Attributes:
-        verdict: the outcome.
-        reason: why it is not exact; a clause.
-        remedy: the alternative; a sentence.
-    """
+    """The verdict on two features, or on a single feature."""
 
     verdict: Verdict
     reason: str = ""

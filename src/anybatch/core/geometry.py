@@ -34,7 +34,7 @@ def checked_int(
     bound = "" if least is None else f" of at least {least}"
     kind = "" if type(value) is int else f", not {type(value).__name__}"
     message = f"{name}={value!r} must be a whole number{bound}{kind}.{cure and f' {cure}'}"
-    raise error(message)
+    raise error(message, code="not-a-whole-number")
 
 
 def refuse_unless(
@@ -48,7 +48,7 @@ def refuse_unless(
     if not is_valid:
         # An argument in the wrong position may be a whole data set.
         message = f"{name}={reprlib.repr(value)} must be {expected}, not {type(value).__name__}."
-        raise error(message)
+        raise error(message, code="wrong-kind-of-value")
 
 
 def is_number(value: object) -> bool:
@@ -110,12 +110,6 @@ def resolve_sizes(
     W)` samples, hence `K = ceil(ceil(E / W) / m)` micro-batches. A missing micro-batch size or number of accumulation
     steps stays None, because it depends on each batch.
 
-    Args:
-        world_size: number of ranks, `W`.
-        effective_batch_size: samples of one optimizer step over all ranks, `E`; None if not given.
-        micro_batch_size: maximum samples of one forward and backward, `m`; None if not given.
-        accumulation_steps: micro-batches per rank and step, `K`; None if not given.
-
     Raises:
         BatchSizeError: a size below 1, more accumulation steps than a share has samples, or three sizes that
             contradict.
@@ -156,7 +150,7 @@ def _check_product(world_size: int, effective: int, micro: int | None, steps: in
             f"(effective_batch_size={effective} on {world_size} rank{'s' * (world_size > 1)}). "
             f"Use at most {share}, or leave it out."
         )
-        raise BatchSizeError(message, **sizes)
+        raise BatchSizeError(message, **sizes, code="too-many-steps")
     if micro is None:
         return
     needed = ceil_div(share, micro)
@@ -168,7 +162,7 @@ def _check_product(world_size: int, effective: int, micro: int | None, steps: in
             f"Give any two of them: with micro_batch_size={micro} the accumulation steps would be {needed}; "
             f"with accumulation_steps={steps} the micro-batch size would be {ceil_div(share, steps)}."
         )
-        raise BatchSizeError(message, **sizes)
+        raise BatchSizeError(message, **sizes, code="sizes-contradict")
 
 
 NEAR_BEST = 1.03
@@ -178,13 +172,7 @@ _KNEE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class KnownSize:
-    """A size that an earlier measurement found to be the fastest.
-
-    Attributes:
-        size: samples of one micro-batch.
-        samples_per_second: forward and backward, over all ranks.
-        date: date of the measurement, as 2030-12-31.
-    """
+    """A size that an earlier measurement found to be the fastest."""
 
     size: int
     samples_per_second: float

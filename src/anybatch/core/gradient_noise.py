@@ -60,12 +60,7 @@ _STUDENT = (
 
 
 class NoiseParts(NamedTuple):
-    """The two estimates of one effective batch; tensors of any shape, one value per group of parameters.
-
-    Attributes:
-        squared_norm: estimate of the squared norm of the gradient over all data; occasionally below 0.
-        variance: estimate of the variance of the effective batch's gradient.
-    """
+    """The two estimates of one effective batch; tensors of any shape, one value per group of parameters."""
 
     squared_norm: Tensor
     variance: Tensor
@@ -75,11 +70,6 @@ def noise_parts(of_sum: Tensor, of_parts: Tensor, squared_shares: "Tensor | floa
     """Return the two unbiased estimates of one effective batch.
 
     The plain loop, over pairs of different micro-batches: `sum(g_j @ g_k) / sum(p_j * p_k)` is the squared norm.
-
-    Args:
-        of_sum: squared norm of the summed gradient.
-        of_parts: sum of the squared norms of the micro-batches' gradients.
-        squared_shares: sum of the squares of their shares, below 1: a single micro-batch gives no estimate.
     """
     squared_norm = (of_sum - of_parts) / (1.0 - squared_shares)
     return NoiseParts(squared_norm, of_parts - squared_norm * squared_shares)
@@ -90,15 +80,9 @@ def with_step(
 ) -> Float[Tensor, "row 9"]:
     """Return moments with one step added and the earlier steps decayed; nothing waits for the device.
 
-    A step with non-finite numbers (an fp16 overflow) leaves them unchanged.
-
-    Args:
-        moments: sums over the steps so far.
-        parts: estimates of the step, one value per row.
-        weight: information in the step, so that a small last batch gets little weight: the number of pairs of samples
-            in different micro-batches, `N^2 (1 - sum p_k^2)`.
-        num_samples: samples of the effective batch; the variance of one sample is this times the batch's.
-        decay: factor of a step's weight for each later step.
+    A step with non-finite numbers (an fp16 overflow) leaves them unchanged. `weight` is the information in the step, so
+    that a small last batch gets little: the number of pairs of samples in different micro-batches, `N^2 (1 - sum
+    p_k^2)`. `decay` is the factor of a step's weight for each later step.
     """
     one, (a, v) = torch.as_tensor(weight).to(moments), (parts.squared_norm, num_samples * parts.variance)
     first = torch.stack([torch.ones_like(a), a, v], dim=1)

@@ -51,12 +51,7 @@ class LossSum:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss function together with its declaration; made by the functions of this module.
-
-    Attributes:
-        function: `function(model, batch)`, or `function(model, outputs)` for a loss across samples.
-        kind: the dependence between samples, and the divisor.
-    """
+    """A loss function together with its declaration; made by the functions of this module."""
 
     function: LossFunction
     kind: LossKind
@@ -260,7 +255,7 @@ def unit_counts(loss: Loss, batch: Batch, num_samples: int) -> tuple[float, ...]
             raise LossError(message, term=name, unit=term.items.name) from None
         if not 0.0 <= count < float("inf"):
             message = f"the count of loss term {name!r} is {count}; it must be a finite number that is not negative."
-            raise LossError(message, term=name, unit=term.items.name)
+            raise LossError(message, term=name, unit=term.items.name, code="bad-count")
         counts.append(count)
     return tuple(counts)
 
@@ -269,14 +264,9 @@ def unit_counts(loss: Loss, batch: Batch, num_samples: int) -> tuple[float, ...]
 class TermFactors:
     """Factors for one micro-batch's value of one term, before the backward.
 
-    Args:
-        of_mean: factor for a value that is a mean: weight x count of the micro-batch / count of the effective batch;
-            equal to `of_sum` if a single number is a sum too.
-        of_sum: factor for a value that is a sum: weight / count of the effective batch, or only the weight for a term
-            without a divisor.
-        count: items of the term in this micro-batch.
-        adds_without_count: the term returns sums, which are added even if this micro-batch has no items: for example a
-            focal loss on background alone.
+    A mean is multiplied by weight x `count` of the micro-batch / count of the effective batch, a sum by weight / count
+    of the effective batch, or by the weight alone if the term has no divisor. With `adds_without_count` a micro-batch
+    without items may still add something: a focal loss on background alone, for example.
     """
 
     of_mean: float
@@ -299,14 +289,8 @@ def factors_of(
 ) -> tuple[TermFactors, ...]:
     """Return the factors of each term for a micro-batch with `counts`, in an effective batch with `divisors`.
 
-    A term whose divisor is 0 has no items in the whole effective batch and gets the factor 0.
-
-    Args:
-        loss: the declaration.
-        counts: of each term in the micro-batch, in the order of `loss.names`.
-        divisors: of each term in the effective batch, over all ranks.
-        unit_weight: 1, or 0 for a filler micro-batch that only keeps ranks in lockstep.
-        sums: names of the terms that return sums, which are added even if a micro-batch has no items.
+    A term whose divisor is 0 has no items in the whole effective batch and gets the factor 0. `unit_weight` is 0 for a
+    filler micro-batch, and `sums` names the terms that return sums.
     """
     factors = []
     for (name, term), count, divisor in zip(loss.kind.terms.items(), counts, divisors, strict=True):
@@ -413,7 +397,7 @@ def _lookup(batch: Batch, name: str) -> torch.Tensor:
     except (KeyError, AttributeError):
         has = sorted(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
         message = f"labels={name!r} is not in the batch, which has {has}. Pass its name, or a function of the batch."
-        raise LossError(message) from None
+        raise LossError(message, code="no-labels") from None
     if not isinstance(value, torch.Tensor):
         message = f"labels={name!r} is a {type(value).__name__} in the batch; it must be a tensor to be counted."
         raise LossError(message)
@@ -425,5 +409,5 @@ def _callable(function: Any) -> Any:  # noqa: ANN401 (any value, checked and ret
         message = (
             f"a loss is declared from a function f(model, batch), not from {type(function).__name__} {function!r}."
         )
-        raise LossError(message)
+        raise LossError(message, code="not-a-function")
     return function

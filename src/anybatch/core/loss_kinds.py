@@ -31,14 +31,7 @@ ONE_NUMBER = (
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """The items of a term's mean.
-
-    Attributes:
-        name: one word: "samples", "tokens" or "counted".
-        description: their name in messages.
-        values_may_be_fewer: a tensor of losses may hold fewer values than the count (weights are not items).
-        values_may_be_more: it may hold more (masked targets are present, with a loss of 0).
-    """
+    """The items of a term's mean; weights are not items, and masked targets may be present with a loss of 0."""
 
     name: str
     description: str
@@ -70,15 +63,7 @@ class Term:
 
 
 class LossKind(Protocol):
-    """How the loss of one sample depends on the other samples; determines how an effective batch is run.
-
-    Attributes:
-        terms: by name, in the order of counts and sums.
-        named: the function returns a dict with one value per term.
-        brings_count: the count comes with the value, so gradients are divided after the last micro-batch.
-        encode: function of a micro-batch whose outputs the loss needs from the whole effective batch; otherwise None.
-        feature: the row of the composition table.
-    """
+    """How the loss of one sample depends on the other samples; determines how an effective batch is run."""
 
     @property
     def terms(self) -> Mapping[str, Term]:
@@ -159,7 +144,7 @@ class CountedBefore:
                 f"{items.name}, of which the micro-batch has {count:g}. Return the mean itself (one number, no axis), "
                 f"or one loss for each of the {count:g} {items.name}."
             )
-            raise LossError(message, term=name, unit=items.name)
+            raise LossError(message, term=name, unit=items.name, code="other-items")
 
     def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:
         """Return a mean times its factor; see `LossKind`."""

@@ -17,13 +17,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class BatchKey(NamedTuple):
-    """The key of an effective batch's random numbers. A tuple for speed, since each step makes one.
-
-    Attributes:
-        seed: seed of the run.
-        step: number of the step, from 0 on.
-        sample_ids: global ids of its samples, in the order in which they are cut.
-    """
+    """The key of an effective batch's random numbers. A tuple for speed, since each step makes one."""
 
     seed: int
     step: int

@@ -61,7 +61,7 @@ class BatchRamp:
         object.__setattr__(self, "stages", stages)
         if not stages:
             message = "a ramp needs stages: BatchRamp((64, 100_000), (256, None)), for example."
-            raise BatchSizeError(message)
+            raise BatchSizeError(message, code="no-stages")
         for number, (size, num_samples) in enumerate(stages):
             checked_int(f"effective batch size of stage {number}", size, error=BatchSizeError)
             self._check_length(number, size, num_samples)
@@ -85,7 +85,7 @@ class BatchRamp:
                     f"number of samples. The nearest are {size // tokens_per_sample * tokens_per_sample} and "
                     f"{ceil_div(size, tokens_per_sample) * tokens_per_sample} tokens."
                 )
-                raise BatchSizeError(message)
+                raise BatchSizeError(message, code="no-whole-samples")
         return cls(
             *(
                 (size // tokens_per_sample, None if length is None else ceil_div(length, tokens_per_sample))
@@ -107,12 +107,12 @@ class BatchRamp:
                 f"{text!r} must be sizes, each but the first with the sample at which it begins: 32,128@20000 is a "
                 "batch of 32 samples that grows to 128 after 20,000 samples."
             )
-            raise BatchSizeError(message)
+            raise BatchSizeError(message, code="not-a-ramp")
         begins = [int(begin or 0) for _, begin in stages]
         for former, later in pairwise(begins):
             if later <= former:
                 message = f"{text!r} has a stage that begins at {later}, not after the one before it, at {former}."
-                raise BatchSizeError(message)
+                raise BatchSizeError(message, code="stages-out-of-order")
         lengths = [later - former for former, later in pairwise(begins)]
         return cls(*((size, length) for (size, _), length in zip(stages, [*lengths, None], strict=True)))
 
@@ -165,14 +165,14 @@ class BatchRamp:
                 return
             what = f"is the last and ends after {num_samples} samples" if is_last else "has no end, and is not the last"
             message = f"stage {number} of a ramp {what}. The last stage, and only that one, has None for its length."
-            raise BatchSizeError(message)
+            raise BatchSizeError(message, code="end-of-stage")
         checked_int(f"samples of stage {number}", num_samples, error=BatchSizeError)
         if num_samples < size:
             message = (
                 f"stage {number} of a ramp has steps of {size} samples and lasts for {num_samples}: not one whole "
                 "step. Make it longer, its steps smaller, or leave it out."
             )
-            raise BatchSizeError(message)
+            raise BatchSizeError(message, code="stage-too-short")
 
 
 def sizes_of(effective_batch_size: int | BatchRamp) -> tuple[int, ...]:
@@ -396,7 +396,7 @@ def _required_num_steps(part: BoundedSchedule) -> int:
     """Return the steps of a schedule that another one follows; refuse one that never ends."""
     if part.num_steps is None:
         message = f"{part} has num_steps=None, so nothing can follow it. Give it num_steps, or put it last."
-        raise UserError(message)
+        raise UserError(message, code="endless-schedule")
     return part.num_steps
 
 
@@ -404,10 +404,10 @@ def _check_not_negative(name: str, value: float) -> None:
     # NaN fails every comparison, so it is refused too.
     if not 0.0 <= value < math.inf:
         message = f"{name}={value} must be a finite number that is not negative."
-        raise UserError(message)
+        raise UserError(message, code="negative")
 
 
 def _check_fraction(name: str, value: float) -> None:
     if not 0.0 <= value <= 1.0:
         message = f"{name}={value} must be from 0 to 1."
-        raise UserError(message)
+        raise UserError(message, code="not-a-fraction")

@@ -48,7 +48,7 @@ def shape_for(shapes: Sequence[Shape], num_samples: int, longest: int) -> Shape:
     with_room = [shape for shape in shapes if shape[0] >= num_samples and shape[1] >= longest]
     if not with_room:
         message = f"no shape of {list(shapes)} has room for {num_samples} x {longest} tokens. Add a larger one."
-        raise BatchSizeError(message)
+        raise BatchSizeError(message, code="no-shape")
     return min(with_room, key=lambda shape: (shape[0] * shape[1], shape))
 
 
@@ -56,12 +56,8 @@ def shape_for(shapes: Sequence[Shape], num_samples: int, longest: int) -> Shape:
 class SampleLengths:
     """Lengths of the samples of an effective batch, and their layout in a micro-batch.
 
-    Attributes:
-        tokens: length of each sample, in the batch's order; 0 or more.
-        packed: samples are concatenated, without padding.
-        either: the collate function can do both, and `in_layout` chooses; `packed` is False until then.
-        multiple_of: padded lengths are rounded up to a multiple of this.
-        shapes: the only shapes that micro-batches are padded to, in rows and tokens; empty: any.
+    With `either` the collate function can both pad and pack, and `in_layout` chooses. Padded lengths are rounded up to
+    a multiple of `multiple_of`, or to one of the `shapes` (rows, tokens), if there are any.
     """
 
     tokens: Sequence[int]
@@ -88,12 +84,7 @@ class SampleLengths:
 class TokenBudget:
     """Maximum tokens of one micro-batch, and the cost of tokens; made by `token_budget`.
 
-    Attributes:
-        tokens: maximum tokens of a micro-batch, padding included.
-        fixed_tokens: fixed cost of a micro-batch, in tokens; None: measured on the first batch.
-        sample_cost: from a sample's padded length to its cost in tokens; None: the length.
-        longer: "error" or "alone", for a sample longer than the budget.
-        cut_at: tokens that batches are cut at now, fewer than `tokens` after an out-of-memory error; None: `tokens`.
+    `cut_at` is the number of tokens that batches are cut at now, fewer than `tokens` after an out-of-memory error.
     """
 
     tokens: int
@@ -140,7 +131,7 @@ def token_budget(
     refuse_unless(is_valid, "sample_cost", sample_cost, "a function of a length, or None")
     if longer not in ("error", "alone"):
         message = f"{longer=} must be 'error' or 'alone'. To shorten samples, give the collate function a `longest`."
-        raise UserError(message)
+        raise UserError(message, code="unknown-option")
     fixed = None if fixed_tokens is None else float(fixed_tokens)
     return TokenBudget(tokens=tokens, fixed_tokens=fixed, sample_cost=sample_cost, longer=longer)
 
@@ -191,7 +182,7 @@ def _refuse_longer(lengths: SampleLengths, laid_out: Sequence[int], budget: Toke
             "token_budget(..., longer='alone'), if memory has room for it; or shorten them, "
             "anybatch.data.Padded(longest=...)."
         )
-        raise BatchSizeError(message)
+        raise BatchSizeError(message, code="sample-too-long")
 
 
 def _costs(laid_out: Sequence[int], budget: TokenBudget) -> list[float]:
@@ -203,7 +194,7 @@ def _costs(laid_out: Sequence[int], budget: TokenBudget) -> list[float]:
                 f"sample_cost must not fall as samples get longer: it is {by_length[shorter]} for {shorter} tokens and "
                 f"{by_length[longer]} for {longer}."
             )
-            raise UserError(message)
+            raise UserError(message, code="falling-cost")
     return [by_length[length] for length in laid_out]
 
 
@@ -305,7 +296,7 @@ def _shaped_cut(lengths: SampleLengths, budget: TokenBudget, cap: int, fixed: fl
                 f"no shape of {list(lengths.shapes)} has room for a sample of {longest:,} tokens within {cap:,} tokens "
                 "a micro-batch. Add one of a single row, or raise the budget."
             )
-            raise BatchSizeError(message)
+            raise BatchSizeError(message, code="no-shape")
         least, begin = min((best[max(0, end - shape[0])] + costs[shape], max(0, end - shape[0])) for shape in with_room)
         best.append(least)
         begins.append(begin)

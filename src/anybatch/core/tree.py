@@ -185,9 +185,11 @@ def read_samples(batch: Batch, num_samples: int | None = None) -> tuple[Batch, i
         numbers = {num_samples}
     readings = {number: entries for number in sorted(numbers) if (entries := _entries(batch, number)) is not None}
     if not readings:
-        raise DataError(_uncountable(batch, lengths | {path: len(node) for path, node in lists.items()}))
+        raise DataError(
+            _uncountable(batch, lengths | {path: len(node) for path, node in lists.items()}), code="uncountable"
+        )
     if len(readings) > 1:
-        raise DataError(_ambiguity("a list in the batch", readings))
+        raise DataError(_ambiguity("a list in the batch", readings), code="two-readings")
     number, entries = readings.popitem()
     return (_with_marks(batch, entries) if lists else batch), number
 
@@ -234,7 +236,7 @@ def _rows_of_other_layouts(tensor: torch.Tensor, start: int, stop: int) -> torch
         f"a tensor of layout {tensor.layout} cannot be cut into samples. Convert it with to_sparse_coo(), of which "
         "rows can be taken, or with to_dense()."
     )
-    raise DataError(message)
+    raise DataError(message, code="layout-without-rows")
 
 
 def pick_samples(batch: Batch, positions: Sequence[int]) -> Batch:
@@ -448,7 +450,8 @@ def _entries(node: Batch, number: int, *, is_top: bool = True) -> frozenset[int]
     if len(node) != number:
         return below if holds_samples else None
     if holds_samples and below is not None:
-        raise DataError(_ambiguity(f"a {type(node).__name__} in the batch", {number: frozenset()}, both=number))
+        two = _ambiguity(f"a {type(node).__name__} in the batch", {number: frozenset()}, both=number)
+        raise DataError(two, code="two-readings")
     return frozenset([id(node)])
 
 

@@ -119,13 +119,7 @@ def measured_headroom(excess: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Memory that a peak leaves free on a device.
-
-    Attributes:
-        peak_bytes: peak memory in use.
-        limit_bytes: memory of the device.
-        headroom: share of it to keep free.
-    """
+    """Memory that a peak leaves free on a device."""
 
     peak_bytes: int
     limit_bytes: int

@@ -1,7 +1,7 @@
 """`batches`: effective batches from a data set and an effective batch size."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
@@ -32,25 +32,39 @@ class Source(Protocol):
         """Return the source with its own workers, for one iteration."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True, repr=False)
 class Batches:
     """The effective batches of a run, made by `batches`. Each `iter()` begins at `start`, or at the engine's position.
 
     Worker processes belong to the iterator: they end when it is exhausted, closed or dropped.
 
     Attributes:
-        effective_batch_size: samples of one optimizer step over all ranks, or a ramp of them.
-        seed: the seed of the order and of the augmentation.
-        start: first position of an iteration; None for the position of the engine that steps the first batch.
         source: the source of the batches.
         request: the arguments of `batches`.
     """
 
-    effective_batch_size: int | BatchRamp
-    seed: int
-    start: Position | None
-    source: Source = field(repr=False)
-    request: BatchOptions = field(repr=False)
+    source: Source
+    request: BatchOptions
+
+    def __repr__(self) -> str:
+        """Return the size, the seed and the start."""
+        size, seed, start = self.effective_batch_size, self.seed, self.start
+        return f"Batches(effective_batch_size={size!r}, {seed=!r}, {start=!r})"
+
+    @property
+    def effective_batch_size(self) -> int | BatchRamp:
+        """Samples of one optimizer step over all ranks, or a ramp of them."""
+        return self.request.effective_batch_size
+
+    @property
+    def seed(self) -> int:
+        """The seed of the order and of the augmentation."""
+        return self.request.seed
+
+    @property
+    def start(self) -> Position | None:
+        """First position of an iteration; None for the position of the engine that steps the first batch."""
+        return self.request.start
 
     def __iter__(self) -> DatasetBatches:
         """Yield the effective batches from `start` on."""
@@ -164,10 +178,10 @@ def batches(
         refuse_unless(value is None or isinstance(value, bool), name, value, "True or False", DataError)
     if shuffle and sampler is not None:
         message = "shuffle=True and a sampler both set the order of the samples. Give one of them."
-        raise DataError(message)
+        raise DataError(message, code="shuffle-and-sampler")
     if sampler is not None and not _has_index(dataset):
         message = f"a sampler yields indices, and the data set ({type(dataset).__name__}) is a stream. Leave it out."
-        raise DataError(message)
+        raise DataError(message, code="sampler-of-a-stream")
     request = BatchOptions(
         effective_batch_size=effective_batch_size,
         # A stream cannot be shuffled, because it has no index.
@@ -184,7 +198,7 @@ def batches(
         lengths=lengths,
     )
     source = IndexedSource(dataset, request) if _has_index(dataset) else _stream_source(dataset, request)
-    return Batches(effective_batch_size=effective_batch_size, seed=seed, start=start, source=source, request=request)
+    return Batches(source=source, request=request)
 
 
 def _refuse_tables(dataset: object) -> None:
@@ -213,7 +227,7 @@ def _stream_source(dataset: Any, request: BatchOptions) -> StreamSource:  # noqa
             "Pass the data set it was made from, the whole of it on every rank (no DistributedSampler), or a loader "
             "that yields samples, with batch_size=None."
         )
-        raise DataError(message)
+        raise DataError(message, code="yields-batches")
     if isinstance(dataset, Shards):
         return StreamSource(dataset, dataset, None, request)
     if hasattr(dataset, "__getitem__") and not isinstance(dataset, (IterableDataset, str)):
@@ -221,7 +235,7 @@ def _stream_source(dataset: Any, request: BatchOptions) -> StreamSource:  # noqa
             f"dataset ({type(dataset).__name__}) has __getitem__ but no __len__, so its samples cannot be ordered. "
             "Add __len__, or pass a stream: an object with __iter__ and no __getitem__."
         )
-        raise DataError(message)
+        raise DataError(message, code="no-length")
     check_readable(dataset, "dataset")
     return StreamSource(dataset, Shards([dataset]), _stated_length(dataset), request)
 

@@ -18,13 +18,8 @@ _LOAD = "Samples are loaded micro-batch by micro-batch; batch.load() returns all
 class StepSamples(NamedTuple):
     """The samples of one step, and their loader. A tuple for speed, since each step makes one.
 
-    Attributes:
-        sample_ids: global ids, the same on every rank.
-        start: position of the data before this step.
-        end: position after it; the next epoch's beginning after the last step of an epoch.
-        feeder: loads its units.
-        find_lengths: returns the lengths of sample ids, or None if unknown.
-        packed: whether they are packed, if their collate function can do both; None pads.
+    `end` is the next epoch's beginning after the last step of an epoch. `packed` is None unless their collate function
+    can both pad and pack.
     """
 
     sample_ids: Sequence[int]
@@ -42,13 +37,7 @@ class StepSamples(NamedTuple):
 
 
 class OpenSource(Protocol):
-    """A source that is being read, with its workers.
-
-    Attributes:
-        dataset: the user's data set.
-        num_samples: samples of an epoch; None for a stream.
-        subset_digest: checksum of the indices of a subset; None for a stream.
-    """
+    """A source that is being read, with its workers; a stream has no number of samples and no digest."""
 
     @property
     def dataset(self) -> object: ...  # noqa: D102

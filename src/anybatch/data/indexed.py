@@ -47,7 +47,7 @@ class IndexedSource:
         self._request = request
         num_samples = len(dataset if request.sampler is None else request.sampler)
         self._known = None if request.lengths is None else KnownLengths(request.lengths, request.collate, dataset)
-        self._schedule = SampleSchedule(num_samples, request.effective_batch_size, request.drop_last)
+        self._schedule = SampleSchedule(num_samples, request)
         _check_schedule(self._schedule)
         _check_start(self._schedule, request.span.start)
 
@@ -197,13 +197,7 @@ class _Walk:
 
 
 class _FirstUnit:
-    """Properties of the first unit that later units share.
-
-    Attributes:
-        num_at_once: number of units to load together, at least one.
-        is_known: whether their size is known.
-        is_plain: whether they need no further check.
-    """
+    """Properties of the first unit that later units share: how many to load together, and if checks are needed."""
 
     def __init__(self) -> None:
         self.num_at_once = 1
@@ -303,19 +297,19 @@ def _unit_keys(
 
 
 def _check_schedule(schedule: SampleSchedule) -> None:
-    num_samples, size = schedule.num_samples, schedule.effective_batch_size
+    num_samples, size = schedule.num_samples, schedule.options.effective_batch_size
     if isinstance(size, BatchRamp) and num_samples:
         _check_stages(size, num_samples)
         return
     if num_samples == 0:
         message = "the data set is empty: len(dataset)=0, and a step needs at least 1 sample. Check its source."
-        raise DataError(message)
+        raise DataError(message, code="empty")
     if schedule.steps_per_epoch == 0:
         message = (
             f"drop_last=True leaves nothing: the data set has {num_samples} samples, "
             f"effective_batch_size={size} needs {size}. Use drop_last=False, or at most {num_samples}."
         )
-        raise DataError(message)
+        raise DataError(message, code="no-full-batch")
 
 
 def _check_stages(ramp: BatchRamp, num_samples: int) -> None:
@@ -326,7 +320,7 @@ def _check_stages(ramp: BatchRamp, num_samples: int) -> None:
                 f"stage {number} of the ramp has steps of {size:,} samples, and the data set has {num_samples:,}: "
                 f"batches do not cross epochs, so no step would ever have that many. Use at most {num_samples:,}."
             )
-            raise BatchSizeError(message)
+            raise BatchSizeError(message, code="stage-never-begins")
 
 
 def _check_start(schedule: SampleSchedule, start: Position) -> None:
@@ -335,4 +329,4 @@ def _check_start(schedule: SampleSchedule, start: Position) -> None:
             f"start.sample_offset={start.sample_offset} is larger than an epoch of {schedule.num_samples} samples. "
             "Resume with the data set that the position was saved with."
         )
-        raise DataError(message)
+        raise DataError(message, code="start-beyond-epoch")

@@ -65,7 +65,7 @@ def checked_rows(batch: Batch, num_samples: int, collate: Collate) -> Batch:
             "samples in the data set, before batching; if another number of rows is intended (packed tokens, several "
             "views), declare it: collate=anybatch.data.AnyRows(collate)."
         )
-        raise DataError(message)
+        raise DataError(message, code="other-rows")
     return batch
 
 
@@ -73,11 +73,6 @@ class UnitKey(NamedTuple):
     """The complete key of a unit: equal keys load equal data, in any process.
 
     A tuple, since it is sent to workers, which is faster for tuples.
-
-    Args:
-        epoch: the epoch, from 0.
-        sample_ids: its samples, in order.
-        packed: whether they are packed, if their collate function can do both.
     """
 
     epoch: int

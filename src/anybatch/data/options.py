@@ -22,13 +22,7 @@ from anybatch.errors import BatchSizeError, DataError
 
 @dataclass(frozen=True, slots=True)
 class RunRange:
-    """The range of a run.
-
-    Attributes:
-        start: first position.
-        end_epoch: first epoch that is not run; None if `steps` is given.
-        steps: number of steps from `start` on; None if `end_epoch` is given.
-    """
+    """The range of a run: from `start` to the beginning of `end_epoch`, or over a number of `steps`."""
 
     start: Position
     end_epoch: int | None
@@ -37,22 +31,7 @@ class RunRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """The arguments of `batches`, with defaults filled in.
-
-    Attributes:
-        effective_batch_size: samples of one step, or a ramp of them.
-        shuffle: whether each epoch has a new order.
-        sampler: draws the order of each epoch instead; None for none.
-        seed: the seed of the order and of the augmentation.
-        drop_last: drop the last batch of an epoch if it is not full.
-        start: first position; None for the engine's position.
-        epochs: epochs to run; None for one, or if `steps` is given.
-        steps: number of steps from the start on; None if `epochs` is given.
-        collate: makes a micro-batch of a list of samples.
-        num_workers: worker processes; 0 loads in the calling process.
-        pin_memory: whether to pin micro-batches.
-        lengths: length of each sample; None if batches are not cut by length.
-    """
+    """The arguments of `batches`, with defaults filled in."""
 
     effective_batch_size: int | BatchRamp
     shuffle: bool
@@ -80,7 +59,7 @@ class BatchOptions:
         checked_int("seed", self.seed, least=None, error=DataError)
         if not callable(self.collate):
             message = f"collate={self.collate!r} must be a function of a list of samples, or None for torch's own."
-            raise DataError(message)
+            raise DataError(message, code="not-a-function")
         if self.lengths is not None and isinstance(self.collate, OverEffectiveBatch):
             message = (
                 "lengths= cuts a batch into micro-batches with little padding, but OverEffectiveBatch pads the whole "
@@ -121,36 +100,36 @@ def _check_sampler(sampler: Any) -> None:  # noqa: ANN401 (torch's)
             f"sampler is a {type(sampler).__name__}, which makes batches; ab.batches makes them itself, of "
             "effective_batch_size. Give the sampler inside it."
         )
-        raise DataError(message)
+        raise DataError(message, code="sampler-of-batches")
     if isinstance(sampler, DistributedSampler):
         message = (
             "sampler is a DistributedSampler, and ab.batches gives each rank its share of every batch itself, so "
             "samples would be lost. Leave it out; shuffle=True gives each epoch a new order."
         )
-        raise DataError(message)
+        raise DataError(message, code="distributed-sampler")
     if not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
         message = f"sampler ({type(sampler).__name__}) must yield indices and have a length, as torch's samplers do."
-        raise DataError(message)
+        raise DataError(message, code="not-a-sampler")
     if getattr(sampler, "generator", None) is not None:
         message = (
             "the sampler has its own generator, whose state a resumed run does not have. Leave generator= out: "
             "ab.batches(seed=...) seeds the sampler in each epoch."
         )
-        raise DataError(message)
+        raise DataError(message, code="own-generator")
 
 
 def _check_length(epochs: int | None, steps: int | None, start: Position | None) -> None:
     if start is not None:
         if not isinstance(start, Position):
             message = f"{start=} must be a Position(epoch, sample_offset), such as the `end` of a batch."
-            raise DataError(message)
+            raise DataError(message, code="not-a-position")
         checked_int("start.epoch", start.epoch, least=0, error=DataError)
         checked_int("start.sample_offset", start.sample_offset, least=0, error=DataError)
     if steps is not None:
         checked_int("steps", steps, error=DataError)
         if epochs is not None:
             message = f"{epochs=} and {steps=} both set the end of the run. Give one of them."
-            raise DataError(message)
+            raise DataError(message, code="epochs-and-steps")
         return
     last = 1 if epochs is None else epochs
     checked_int("epochs", last, error=DataError)
@@ -161,7 +140,7 @@ def _check_length(epochs: int | None, steps: int | None, start: Position | None)
             f"Give epochs={start.epoch + 1} or more to run on, or steps= to count from the start. "
             "Without start= the run continues at the engine's position."
         )
-        raise DataError(message)
+        raise DataError(message, code="start-beyond-end")
 
 
 def pins_memory(pin_memory: bool | None) -> bool:  # noqa: FBT001 (the user's argument)
@@ -171,7 +150,7 @@ def pins_memory(pin_memory: bool | None) -> bool:  # noqa: FBT001 (the user's ar
     if pin_memory and not possible:
         name = "no accelerator" if accelerator is None else accelerator.type
         message = f"{pin_memory=} needs an accelerator that reads pinned memory; here is {name}. Leave it at None."
-        raise DataError(message)
+        raise DataError(message, code="nothing-to-pin-for")
     return possible if pin_memory is None else pin_memory
 
 
@@ -203,7 +182,7 @@ def sampled_order(sampler: Any, num_samples: int, *, seed: int, epoch: int) -> t
             f"the sampler yielded {len(drawn)} items ({kinds}), and its length is {num_samples}. It must yield that "
             "many indices of single samples: ab.batches makes the batches, so give the sampler inside a batch sampler."
         )
-        raise DataError(message)
+        raise DataError(message, code="sampler-of-batches")
     return torch.tensor([int(index) for index in drawn], dtype=torch.int64)
 
 
@@ -228,33 +207,31 @@ class SampleSchedule:
 
     A step may start at any offset, not only at multiples of the effective batch size: a run may be resumed with
     another.
-
-    Args:
-        num_samples: samples of an epoch.
-        effective_batch_size: samples of one step, or a ramp of them over the samples of the run.
-        drop_last: drop a last batch that is not full.
     """
 
     num_samples: int
-    effective_batch_size: int | BatchRamp
-    drop_last: bool
+    options: BatchOptions
 
     @property
     def steps_per_epoch(self) -> int:
         """Number of steps in a whole epoch; raises a `TypeError` under a ramp, where epochs differ."""
-        if isinstance(self.effective_batch_size, BatchRamp):
-            message = f"the number of steps differs from epoch to epoch: batches of {self.effective_batch_size}."
+        if isinstance(self.options.effective_batch_size, BatchRamp):
+            message = (
+                f"the number of steps differs from epoch to epoch: batches of {self.options.effective_batch_size}."
+            )
             raise TypeError(message)
         return self._steps_from(Position())
 
     def size_at(self, position: Position) -> int:
         """Return the effective batch size of a step that begins at a position; a ramp counts dropped samples too."""
-        size = self.effective_batch_size
+        size = self.options.effective_batch_size
         return size if isinstance(size, int) else size.at(self._num_before(position))
 
     def normalized(self, position: Position) -> Position:
         """Return the start of the next step: `position`, or the next epoch's start if this epoch has no step left."""
-        has_step = position.sample_offset + (self.size_at(position) if self.drop_last else 1) <= self.num_samples
+        has_step = (
+            position.sample_offset + (self.size_at(position) if self.options.drop_last else 1) <= self.num_samples
+        )
         return position if has_step else Position(position.epoch + 1)
 
     def num_steps(self, start: Position, end_epoch: int | None, steps: int | None) -> int:
@@ -264,7 +241,7 @@ class SampleSchedule:
         if end_epoch is None or start.epoch >= end_epoch:
             return 0
         of_first = self._steps_from(start)
-        if isinstance(self.effective_batch_size, BatchRamp):
+        if isinstance(self.options.effective_batch_size, BatchRamp):
             return of_first + sum(self._steps_from(Position(epoch)) for epoch in range(start.epoch + 1, end_epoch))
         return of_first + (end_epoch - start.epoch - 1) * self.steps_per_epoch
 
@@ -273,16 +250,16 @@ class SampleSchedule:
         if steps is None:
             return Position(end_epoch or 0)
         left = self._steps_from(start)
-        if isinstance(self.effective_batch_size, BatchRamp):
+        if isinstance(self.options.effective_batch_size, BatchRamp):
             while steps >= left:
                 start, steps = Position(start.epoch + 1), steps - left
                 left = self._steps_from(start)
             first, _ = next(itertools.islice(self.steps_of_epoch(start), steps, None))
             return Position(start.epoch, first)
         if steps < left:
-            return Position(start.epoch, start.sample_offset + steps * self.effective_batch_size)
+            return Position(start.epoch, start.sample_offset + steps * self.options.effective_batch_size)
         num_epochs, rest = divmod(steps - left, self.steps_per_epoch)
-        return Position(start.epoch + 1 + num_epochs, rest * self.effective_batch_size)
+        return Position(start.epoch + 1 + num_epochs, rest * self.options.effective_batch_size)
 
     def steps_of_epoch(self, position: Position) -> Iterator[tuple[int, int]]:
         """Yield the range of offsets of each step from `position` to the end of its epoch."""
@@ -291,7 +268,7 @@ class SampleSchedule:
     def places_of_steps(self, position: Position) -> Iterator[tuple[Position, int, Position]]:
         """Yield, for each step from `position` to the end of its epoch, its start, exclusive end offset, and end."""
         epoch, start = position.epoch, self.normalized(position)
-        fixed_size = self.effective_batch_size if isinstance(self.effective_batch_size, int) else None
+        fixed_size = self.options.effective_batch_size if isinstance(self.options.effective_batch_size, int) else None
         while start.epoch == epoch:
             size = self.size_at(start) if fixed_size is None else fixed_size
             stop = min(start.sample_offset + size, self.num_samples)
@@ -303,12 +280,12 @@ class SampleSchedule:
             start = end
 
     def _steps_from(self, position: Position) -> int:
-        size, rest = self.effective_batch_size, max(0, self.num_samples - position.sample_offset)
+        size, rest = self.options.effective_batch_size, max(0, self.num_samples - position.sample_offset)
         if isinstance(size, BatchRamp):
             if self._num_before(position) < size.num_samples:  # in the last stage all sizes are equal
                 return sum(1 for _ in self.steps_of_epoch(position))
             size = size.sizes[-1]
-        return rest // size if self.drop_last else ceil_div(rest, size)
+        return rest // size if self.options.drop_last else ceil_div(rest, size)
 
     def _num_before(self, position: Position) -> int:
         return position.epoch * self.num_samples + position.sample_offset

@@ -71,13 +71,7 @@ SMALL_BYTES = 128 * 2**10
 
 @dataclass(frozen=True, slots=True)
 class LoadedUnit(Generic[Value]):
-    """A batch loaded by a worker, with the hash of its key: the key itself would be sent twice.
-
-    Attributes:
-        key_hash: hash of the key.
-        value: the batch.
-        failure: why the batch could not be sent; empty if it could.
-    """
+    """A batch loaded by a worker, with the hash of its key: the key itself would be sent twice."""
 
     key_hash: int
     value: Value
@@ -128,12 +122,6 @@ class Prefetcher(Generic[Key, Value]):
 
     The caller supplies the keys it expects to request next. While it requests them in that order the workers never
     pause; a request for another key discards the prefetched values and restarts the workers there.
-
-    Args:
-        load: returns the value of a key, whose hash is the same in every process. It is copied into every worker.
-        num_workers: number of worker processes, at least 1. They start with the first `take`.
-        pin_memory: whether to pin the values, in a thread.
-        start_worker: run in every worker before it loads anything.
     """
 
     def __init__(

@@ -21,14 +21,9 @@ from anybatch.errors import CompositionError, ParameterError
 
 @dataclass(frozen=True, slots=True)
 class BatchNormCall:
-    """One call of `F.batch_norm` that normalises by the statistics of its input.
+    """One call of `F.batch_norm` that normalises `values`, (samples, channels, ...), by their own statistics.
 
-    Attributes:
-        values: (samples, channels, ...).
-        running_mean: identifies the layer, by its buffer; None for a layer without running statistics.
-        weight: per channel, or None.
-        bias: per channel, or None.
-        eps: added to the variance.
+    The buffer `running_mean` identifies the layer; None for a layer without running statistics.
     """
 
     values: Tensor
@@ -158,10 +153,6 @@ class CooperativeThreads(Generic[C, V, R]):
 
     Threads, not generators: a task is a forward through the user's model, which has to be suspended inside nested
     calls.
-
-    Args:
-        combine: makes one value of the exchange's name and all contributions, in the order of the tasks.
-        while_waiting: a context around each wait of a task, to save and restore state that other tasks change.
     """
 
     def __init__(
@@ -264,7 +255,7 @@ class CooperativeThreads(Generic[C, V, R]):
             "same layers in the same order for each micro-batch: make the model's path independent of the samples, or "
             "use norms=Ghost(group_size=...)."
         )
-        raise CompositionError(message)
+        raise CompositionError(message, code="different-layers")
 
     def _cancel(self, error: BaseException) -> None:
         # Wake every thread, which sees the error and ends: none may be left waiting.
@@ -350,12 +341,6 @@ class HostStore:
 
     A tensor that several operations save is copied once, unless it changes in between; and it is copied back once for
     all operations that need it while one of them still holds it.
-
-    Args:
-        kept_on_device: tensors that stay on the device anyway, such as parameters; they and their views are not copied.
-
-    Attributes:
-        num_bytes: bytes copied to the host so far.
     """
 
     def __init__(self, kept_on_device: Iterable[Tensor]) -> None:

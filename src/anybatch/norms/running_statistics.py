@@ -19,13 +19,7 @@ from anybatch.norms.layers import Ranks, Tracking
 
 @dataclass(frozen=True, slots=True)
 class PartialStatistics:
-    """The statistics of one part of a batch, a micro-batch or a group, per channel.
-
-    Attributes:
-        count: values per channel.
-        mean: their mean.
-        squares: sum of their squared differences from the mean.
-    """
+    """Number of values per channel of a part of a batch, their mean, and the sum of squared differences from it."""
 
     count: int
     mean: Float[Tensor, " channels"]
@@ -55,11 +49,6 @@ def merge_statistics(
     the backward's sums over ranks: each waits for the sum of the next layer in forward order, so that all ranks run
     them in the same order.
 
-    Args:
-        parts: the statistics of this rank's parts, at least one.
-        ranks: the other ranks; all of them call this for the same layers in the same order.
-        token: a scalar that requires a gradient, returned by the previous layer.
-
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979:
     mean = sum n_k mean_k / N, and N variance = sum (squares_k + n_k (mean_k - mean)^2).
     """
@@ -88,15 +77,7 @@ def normalise_with(
     bias: Float[Tensor, " channels"] | None,
     eps: float,
 ) -> Float[Tensor, "samples channels *rest"]:
-    """Return `(values - mean) / sqrt(variance + eps) * weight + bias` per channel, in the values' dtype.
-
-    Args:
-        values: (samples, channels, ...), of one micro-batch.
-        statistics: per channel, of all values that are normalised together; differentiable.
-        weight: per channel; None for 1.
-        bias: per channel; None for 0.
-        eps: added to the variance.
-    """
+    """Return `(values - mean) / sqrt(variance + eps) * weight + bias` per channel, in the values' dtype."""
     inverse = (statistics.variance + eps).rsqrt()
     weight = torch.ones_like(inverse) if weight is None else weight.to(inverse.dtype)
     bias = torch.zeros_like(inverse) if bias is None else bias.to(inverse.dtype)
@@ -182,15 +163,6 @@ class RunningStatistics:
 
     Source: with c any constant, sum (x - mean)^2 = sum (x - c)^2 - n (mean - c)^2; parts are added by Chan, Golub and
     LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
-
-    Args:
-        layers: by name, the layers with running statistics.
-        device: device of their buffers.
-
-    Attributes:
-        recording: whether the current forward is recorded.
-        centres: by layer, the running mean before the effective batch, shape (channels,).
-        sums_by_call: the sums of all layers, by the index of the call within a forward.
     """
 
     def __init__(self, layers: Mapping[str, Tracking], device: torch.device) -> None:
@@ -275,15 +247,9 @@ class RunningStatistics:
         mean: Tensor,
         squares: Tensor,
     ) -> None:
-        """Add the statistics of some values of one call of a layer.
+        """Add the statistics of some values of one call of a layer, per channel.
 
-        Args:
-            number: index of the layer.
-            call: index of the call within one forward.
-            count: values per channel; for InstanceNorm samples.
-            mean: their mean per channel, shape (channels,).
-            squares: sum of their squared differences from the mean, shape (channels,); for InstanceNorm the sum of the
-                samples' variances.
+        For InstanceNorm `count` is samples, and `squares` the sum of the samples' variances.
         """
         one = self.sums_by_call[call]
         shift = mean.detach() - self.centres[number]
