@@ -181,7 +181,8 @@ def test_recipes_bring_their_data() -> None:
     """A recipe is planned with a sample of its data, its optimizer and its batch size."""
     subject = load_subject("digits")
 
-    assert subject.effective_batch_size == 256
+    assert subject.settings is not None
+    assert subject.settings.effective_batch_size == 256
     assert loss_of(subject) > 0
     named = nn.Linear(2, 2).named_parameters()
     make = subject.train().optimizer

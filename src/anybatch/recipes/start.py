@@ -2,8 +2,9 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from torch import nn
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from anybatch.core.geometry import resolve_sizes
 from anybatch.core.learning_rate import ScaledRate, scale_optimizer
 from anybatch.core.records import Observer
-from anybatch.core.run_config import STANDARD, RunConfig, ScalingRule
+from anybatch.core.run_config import STANDARD, RunConfig
 from anybatch.core.schedules import BatchRamp, sizes_of
 from anybatch.core.token_budget import token_budget
 from anybatch.data.batches import Batches, batches
@@ -119,26 +120,18 @@ class JobRun:
 class ScaledOptimizer:
     """Builds a job's optimizer and scales its learning rate to the effective batch size.
 
-    `rates` and `hyperparameters` are empty until the optimizer is built. `rule=None` is the optimizer's rule.
+    `rates` and `hyperparameters` are empty until the optimizer is built.
     """
 
-    job: Job
-    learning_rate: float
-    base_batch_size: int
-    effective_batch_size: int
-    rule: ScalingRule | None
+    build: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
+    scale: Callable[[Optimizer], tuple[ScaledRate, ...]]
     rates: tuple[ScaledRate, ...] = field(default=(), init=False)
     hyperparameters: tuple[Hyperparameters, ...] = field(default=(), init=False)
 
     def __call__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         """Return a new optimizer over these parameters."""
-        made = self.job.optimizer(named_parameters, self.learning_rate)
-        self.rates = scale_optimizer(
-            made,
-            base_batch_size=self.base_batch_size,
-            effective_batch_size=self.effective_batch_size,
-            rule=self.rule,
-        )
+        made = self.build(named_parameters)
+        self.rates = self.scale(made)
         # A scheduler overwrites these in its constructor; a resumed run with changed settings needs the originals.
         self.hyperparameters = tuple(
             {name: copy.deepcopy(group[name]) for name in _SCALED if name in group} for group in made.param_groups
@@ -173,12 +166,14 @@ def start(
     seen = _largest_step(dataset, first)
     base = _largest_step(dataset, config.base_batch_size or first)
     optimizer = ScaledOptimizer(
-        job=job,
-        learning_rate=rate,
-        base_batch_size=base,
-        effective_batch_size=seen,
-        # An optimizer without a known rule can still be used at its tuned batch size.
-        rule=config.learning_rate_rule or ("none" if seen == base else None),
+        build=lambda named_parameters: job.optimizer(named_parameters, rate),
+        scale=partial(
+            scale_optimizer,
+            base_batch_size=base,
+            effective_batch_size=seen,
+            # An optimizer without a known rule can still be used at its tuned batch size.
+            rule=config.learning_rate_rule or ("none" if seen == base else None),
+        ),
     )
     data = job.train_batches(
         dataset,

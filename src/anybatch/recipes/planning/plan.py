@@ -126,7 +126,9 @@ def plan(
     subject = _subject(what, None if isinstance(optimizer, str) else optimizer, loss, sample, sequence_length)
     if isinstance(optimizer, str):
         subject = with_optimizer(subject, optimizer)
-    size, is_open = effective_batch_size or subject.effective_batch_size, precision is None
+    size, is_open = effective_batch_size, precision is None
+    if size is None and subject.settings is not None:
+        size = subject.settings.largest_batch_size
     # Measurements are stored by precision, so the precision is resolved first.
     if size is None or (precision is None and known is not None):
         train, _ = build(subject.train)
@@ -217,7 +219,6 @@ def _subject_of_python(
             name=name,
             train=partial(_copied, what),
             sample=sample,
-            effective_batch_size=what.effective_batch_size,
             own_batch=True,
         )
     if isinstance(what, nn.Module | dict):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from anybatch.core.run_config import RunConfig
 from anybatch.core.tree import Batch
 from anybatch.errors import UserError
 from anybatch.planner.trace.step_spec import MakeTrainSpec
@@ -20,7 +21,7 @@ class PlanSubject:
     Attributes:
         train: builds what to train, with a new model each time.
         sample: a batch of one sample, on the CPU.
-        effective_batch_size: samples of one step; None if it is not known before the model is built.
+        settings: the settings of a job; None for a model, whose batch size is not known before it is built.
         own_batch: the user makes whole batches, so a CPU's memory holds all inputs, not just one micro-batch's.
         called: names of blocks in the user's code, as in `StepSpec`.
         notes: remarks for the user about the sample.
@@ -29,7 +30,7 @@ class PlanSubject:
     name: str
     train: MakeTrainSpec
     sample: Batch
-    effective_batch_size: int | None = None
+    settings: RunConfig | None = None
     own_batch: bool = False
     called: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

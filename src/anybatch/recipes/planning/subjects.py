@@ -59,7 +59,7 @@ def subject_of_job(job: Job, name: str = "job") -> PlanSubject:
         name=name,
         train=job.train_spec,
         sample=next(batch.feed([[place]])),
-        effective_batch_size=job.defaults.largest_batch_size,
+        settings=job.defaults,
     )
 
 
