@@ -91,7 +91,7 @@ def test_refused(changes: dict[str, Any], error: type[UserError], code: str) -> 
     [
         ({"dataset": torch.zeros(2)}, DataError, "already-made"),
         ({"dataset": list, "metric": "accuracy"}, LossError, "already-made"),
-        ({"dataset": list, "effective_batch_size": 0}, BatchSizeError, ""),
+        ({"dataset": list, "effective_batch_size": 0}, BatchSizeError, "not-a-whole-number"),
     ],
 )
 def test_evaluation(arguments: dict[str, Any], error: type[UserError], code: str) -> None:
