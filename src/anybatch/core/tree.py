@@ -155,11 +155,7 @@ _MAX_PLAIN_FIELDS = 3
 
 
 def count_samples(batch: Batch) -> int:
-    """Return the number of samples of a nested batch, by the rule at the top of this module.
-
-    Raises:
-        DataError: no leaf carries samples, leaves disagree about their number, or a list has two readings.
-    """
+    """Return the number of samples of a nested batch by the rule above; raise a `DataError` if it has none or two."""
     return read_samples(batch)[1]
 
 
@@ -168,9 +164,6 @@ def read_samples(batch: Batch, num_samples: int | None = None) -> tuple[Batch, i
 
     Parts of a marked batch are read like the whole. Lists whose entries cannot be samples need no mark. With a given
     `num_samples`, the reading that fits it is used.
-
-    Raises:
-        DataError: see `count_samples`.
     """
     heights = set(map(len, _plain_fields(batch)))
     if len(heights) == 1 and (num_samples is None or num_samples in heights):
@@ -247,11 +240,7 @@ def pick_samples(batch: Batch, positions: Sequence[int]) -> Batch:
 
 
 def join_samples(batches: Sequence[Batch]) -> Batch:
-    """Join batches of one structure, with their samples in this order: the inverse of `slice_samples`.
-
-    Raises:
-        DataError: they cannot be joined: padded to different lengths, say, or of a user class.
-    """
+    """Join batches of one structure, with their samples in this order: the inverse of `slice_samples`."""
     if len(batches) == 1:
         return batches[0]
     parts = [_marked(batch) for batch in batches]
