@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.core.geometry import resolve_sizes
+from anybatch.core.geometry import (
+    SecondsFit,
+    ceil_div,
+    even_size,
+    fit_seconds,
+    resolve_sizes,
+    sizes_to_time,
+    smallest_of_the_fastest,
+)
 from anybatch.core.splitting import Cut, plan_batch
 from anybatch.errors import BatchSizeError
 from tests.faults import sees
@@ -56,3 +64,80 @@ def test_more_steps_than_samples_are_refused() -> None:
     with raises(BatchSizeError, "too-many-steps"):
         resolve_sizes(world_size=3, effective_batch_size=8, accumulation_steps=4)
     assert resolve_sizes(world_size=3, effective_batch_size=8, accumulation_steps=3).accumulation_steps == 3
+
+
+SHARES = st.integers(1, 400)
+GROUPS = st.integers(1, 9)
+
+
+def parts(share: int, size: int, group: int = 1) -> list[int]:
+    """Return the micro-batches into which the engine would cut a share."""
+    plan = plan_batch(share, 1, Cut(micro_batch_size=size, group=None if group == 1 else group))
+    return [unit.num_samples for unit in plan.units]
+
+
+@given(share=SHARES, limit=st.integers(1, 500))
+def test_even_parts(share: int, limit: int) -> None:
+    """Parts cover the share within the limit, are as few as possible, and all but the last are equal.
+
+    No other size with as few parts has a larger last one.
+    """
+    size = even_size(share, limit)
+    found = parts(share, size)
+
+    assert sum(found) == share
+    assert max(found) == size <= limit
+    assert len(found) == ceil_div(share, limit)
+    others = [parts(share, other) for other in range(1, min(limit, share) + 1)]
+    assert found[-1] == max(other[-1] for other in others if len(other) == len(found))
+
+
+@given(share=SHARES, limit=st.integers(2, 500), group=st.integers(2, 9))
+def test_even_parts_of_whole_groups(share: int, limit: int, group: int) -> None:
+    """A part has complete groups, within the limit if a group fits, and the engine can cut the share accordingly."""
+    size = even_size(share, limit, group=group)
+
+    assert size % group == 0 or size == share
+    assert size <= max(limit, min(group, share))
+    assert sum(parts(share, size, group)) == share
+
+
+@given(
+    share=SHARES,
+    largest=st.integers(1, 400),
+    seconds=st.dictionaries(st.integers(1, 400), st.floats(1e-6, 10.0), max_size=8),
+    group=GROUPS,
+)
+def test_few_sizes_and_none_above_the_largest(share: int, largest: int, seconds: dict[int, float], group: int) -> None:
+    """One to five increasing sizes are timed, including the largest that fits, all for even parts."""
+    largest = max(group, min(largest, share))
+    found = sizes_to_time(share, largest, seconds, group=group)
+
+    assert 1 <= len(found) <= 5
+    assert list(found) == sorted(set(found))
+    assert found[-1] == even_size(share, largest, group=group)
+    assert min(found) >= 1
+    assert max(found) <= max(largest, min(group, share))
+
+
+@given(fixed=st.floats(1e-5, 1.0), slope=st.floats(1e-5, 1.0))
+def test_line_and_knee(fixed: float, slope: float) -> None:
+    """The fit through points of a line is that line, and its knee is where 95% of its limit is reached."""
+    line = fit_seconds({size: fixed + slope * size for size in (2, 4, 8, 16)})
+
+    assert line is not None
+    assert line.fixed_seconds == pytest.approx(fixed, rel=1e-6, abs=1e-9)
+    assert line.sample_seconds == pytest.approx(slope, rel=1e-6)
+    knee = SecondsFit(fixed, slope).knee
+    assert (knee + 1) / SecondsFit(fixed, slope).seconds(knee + 1) >= 0.95 / slope * (1 - 1e-9)
+    if knee > 1:
+        assert (knee - 1) / SecondsFit(fixed, slope).seconds(knee - 1) <= 0.95 / slope * (1 + 1e-9)
+
+
+@given(st.dictionaries(st.integers(1, 300), st.floats(1.0, 1.1), min_size=1))
+def test_the_smallest_within_three_percent(seconds: dict[int, float]) -> None:
+    """The chosen size costs at most 3% more than the best, and every smaller one costs more than that."""
+    chosen = smallest_of_the_fastest(seconds)
+
+    assert seconds[chosen] <= 1.03 * min(seconds.values())
+    assert all(value > 1.03 * min(seconds.values()) for size, value in seconds.items() if size < chosen)

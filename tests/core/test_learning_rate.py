@@ -51,15 +51,6 @@ def test_rules_are_the_formulas(base: int, effective: int) -> None:
             assert (rate.betas, rate.eps) == ((0.9, 0.99), 1e-8)
 
 
-@given(base=sizes, effective=sizes, beta=st.floats(0.5, 0.9999))
-def test_sqrt_keeps_the_half_life_in_samples(base: int, effective: int, beta: float) -> None:
-    """After equal numbers of samples the running average has decayed equally, and its beta stays below one."""
-    (scaled,) = scale_rate(1.0, base_batch_size=base, effective_batch_size=effective, rule="sqrt", betas=[beta]).betas
-    assert 0.0 <= scaled < 1.0
-    if scaled > 1e-300:  # below, numbers lose their digits
-        assert math.log(scaled) / effective == pytest.approx(math.log(beta) / base, rel=1e-6)
-
-
 @pytest.mark.parametrize("learning_rate", [-0.1, math.nan, math.inf])
 def test_bad_learning_rates_are_refused(learning_rate: float) -> None:
     """A negative or non-finite learning rate is refused before it reaches an optimizer."""
@@ -144,22 +135,6 @@ def test_scaling_under_a_scheduler_is_refused() -> None:
     with raises(ParameterError, "has-scheduler"):
         scale_optimizer(optimizer, base_batch_size=8, effective_batch_size=32)
     assert optimizer.param_groups[0]["lr"] == 0.1
-
-
-def test_linear_scaling_keeps_sgd_on_its_course() -> None:
-    """One step on 4 equal samples at the scaled rate is, to first order, 4 steps of one sample at the base rate."""
-
-    def train(learning_rate: float, num_steps: int) -> float:
-        weight = torch.nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
-        optimizer = torch.optim.SGD([weight], lr=learning_rate)
-        for _ in range(num_steps):
-            optimizer.zero_grad()
-            torch.autograd.backward(weight**2 / 2)
-            optimizer.step()
-        return 1.0 - weight.item()
-
-    scaled = scale_rate(1e-4, base_batch_size=1, effective_batch_size=4, rule="linear")
-    assert train(scaled.learning_rate, 1) == pytest.approx(train(1e-4, 4), rel=1e-3)
 
 
 # --- memory: running averages that keep their length in samples -------------------------------------------------------

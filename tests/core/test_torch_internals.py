@@ -1,31 +1,36 @@
 """Private torch APIs used by several folders: their behavior, and the fallback if torch lacks them."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from anybatch.core.torch_internals import (
     BatchNormBase,
     InstanceNormBase,
     add_to_each,
     buffer_tables,
+    checkpointed_forward,
     clamp_each,
     copy_each,
     dense_values,
+    hides_worker,
     interpolate_each,
     is_in_backward,
     multiply_each,
+    num_axes_unbatched,
     num_changes,
     storage_key,
     zero_each,
 )
 from anybatch.errors import UnsupportedTorchError
 
-NOTHING = SimpleNamespace()
+NOTHING: Any = SimpleNamespace()
 OTHERS = [torch.tensor([2.0, -3.0]), torch.tensor([0.5])]
 CHANGES: dict[
     str, tuple[Callable[..., None], tuple[Any, ...], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
@@ -140,3 +145,73 @@ def test_every_change_in_place_counts() -> None:
     assert num_changes([values, None], "this") == [before + 2]
     with pytest.raises(UnsupportedTorchError):
         num_changes([cast("torch.Tensor", NOTHING)], "this")
+
+
+def test_a_checkpointed_forward_is_run_again() -> None:
+    """A checkpointed forward saves nothing; the backward recomputes it, and the gradient is right."""
+    calls = 0
+    weight = nn.Parameter(torch.tensor([3.0]))
+
+    class Block(nn.Module):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return (values * weight).square()
+
+    block, values = Block(), torch.tensor([2.0])
+    running = checkpointed_forward(block, lambda: (nullcontext(), nullcontext()), (values,), {})
+    next(running)
+    output = block(values)
+    assert next(running, "ended") == "ended"
+    output.sum().backward()
+
+    assert calls == 2
+    assert weight.grad is not None
+    assert float(weight.grad) == 2 * 3 * 2 * 2
+
+
+def test_axes_of_one_sample_are_known_without_asking() -> None:
+    """Without torch's private property the number of axes comes from the layer class; unknown classes are refused."""
+
+    class Silent(nn.InstanceNorm2d):
+        @property
+        def _get_no_batch_dim(self) -> Any:
+            raise AttributeError
+
+    class Unknown(nn.InstanceNorm2d.__base__):  # type: ignore[name-defined, misc]
+        @property
+        def _get_no_batch_dim(self) -> Any:
+            raise AttributeError
+
+    assert num_axes_unbatched(Silent(2)) == 3
+    with pytest.raises(UnsupportedTorchError):
+        num_axes_unbatched(Unknown(2))
+
+
+def test_what_torch_lacks_is_refused() -> None:
+    """If a private interface is missing and no fallback is safe, the error names the missing feature."""
+    with pytest.raises(UnsupportedTorchError):
+        checkpointed_forward(nn.Identity(), lambda: (nullcontext(), nullcontext()), (), {}, NOTHING)
+    other = SimpleNamespace(_checkpoint_without_reentrant_generator=lambda _: iter(()))
+    with pytest.raises(UnsupportedTorchError):
+        checkpointed_forward(nn.Identity(), lambda: (nullcontext(), nullcontext()), (), {}, other)
+
+
+class Answers(IterableDataset[bool]):
+    """Yields whether the worker info is hidden before and after hiding, and whether hiding worked."""
+
+    def __init__(self, *, knows: bool) -> None:
+        self.knows = knows
+
+    def __iter__(self) -> Any:
+        yield get_worker_info() is None
+        yield hides_worker() if self.knows else hides_worker(SimpleNamespace())
+        yield get_worker_info() is None
+
+
+def test_a_worker_hides() -> None:
+    """`hides_worker` makes `get_worker_info` return None; if torch's private interface is missing, it returns False."""
+    found, without = (list(DataLoader(Answers(knows=knows), batch_size=None, num_workers=1)) for knows in (True, False))
+
+    assert found == [False, True, True]
+    assert without == [False, False, False]

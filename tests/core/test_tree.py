@@ -190,13 +190,6 @@ def test_a_batch_without_samples_is_refused(batch: Any) -> None:
         count_samples(batch)
 
 
-def test_the_message_names_both_leaves() -> None:
-    """The error for leaves of different lengths has their places in the tree and both lengths."""
-    batch = {"x": torch.zeros(3, 2), "meta": Pair([torch.zeros(3)], Example(torch.zeros(4), None))}
-    with pytest.raises(DataError, match=r"batch\['x'\] has 3 samples, batch\['meta'\]\[1\]\.words has 4"):
-        count_samples(batch)
-
-
 def test_taken_apart_and_put_together() -> None:
     """The tensors of a batch can be replaced in place, and the structure keeps none of them."""
     words, mask = torch.arange(6.0).reshape(3, 2), torch.ones(3)

@@ -8,7 +8,7 @@ part of the loss.)
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -62,51 +62,6 @@ class Term:
         return f"sum over {self.items.description}" if self.is_sum else f"mean over {self.items.description}"
 
 
-class LossKind(Protocol):
-    """How the loss of one sample depends on the other samples; determines how an effective batch is run."""
-
-    @property
-    def terms(self) -> Mapping[str, Term]:
-        """Terms by name."""
-        ...
-
-    @property
-    def named(self) -> bool:
-        """Whether the function returns a dict."""
-        ...
-
-    @property
-    def brings_count(self) -> bool:
-        """Whether the count comes with the value."""
-        ...
-
-    @property
-    def encode(self) -> LossFunction | None:
-        """The function of a micro-batch, for a loss across samples."""
-        ...
-
-    @property
-    def feature(self) -> Feature:
-        """The row of the composition table."""
-        ...
-
-    def describe(self, function: str) -> str:
-        """Return the declaration of a function of this name in words."""
-        ...
-
-    def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
-        """Raise a `LossError` if the number (or shape) of losses per item cannot match the term's count."""
-        ...
-
-    def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:
-        """Return a single number times `factor` (`TermFactors.of_mean`); refuse it if its divisor is undeclared."""
-        ...
-
-    def check_count(self, name: str, returned: float, declared: float) -> None:
-        """Raise a `LossError` if a returned count differs from the declared count of the same micro-batch."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class CountedBefore:
     """Each term is a mean over items that can be counted before the forward: one pass, divided before each backward."""
@@ -122,7 +77,7 @@ class CountedBefore:
         return Feature.SEVERAL_TERMS if len(self.terms) > 1 else Feature.COUNT_BEFORE
 
     def describe(self, function: str) -> str:
-        """See `LossKind`."""
+        """Return the declaration of a function of this name in words."""
         if not self.named:
             return f"{next(iter(self.terms.values()))} of {function}"
         weighted = [
@@ -132,7 +87,7 @@ class CountedBefore:
         return f"sum of {', '.join(weighted)} of {function}"
 
     def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
-        """See `LossKind`; a tensor (1,) is likely a mean."""
+        """Raise a `LossError` if the number of losses cannot match the count; a tensor (1,) is likely a mean."""
         if self.terms[name].is_sum:
             return
         items, num_values = self.terms[name].items, values.numel()
@@ -147,11 +102,11 @@ class CountedBefore:
             raise LossError(message, term=name, unit=items.name, code="other-items")
 
     def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:
-        """Return a mean times its factor; see `LossKind`."""
+        """Return a mean times `factor` (`TermFactors.of_mean`)."""
         return times(value, factor)
 
     def check_count(self, name: str, returned: float, declared: float) -> None:
-        """See `LossKind`."""
+        """Raise a `LossError` if a returned count differs from the declared count of the same micro-batch."""
         # With a tolerance: a count may be a sum of weights, which is rounded.
         if abs(returned - declared) > 1e-6 * declared and not self.terms[name].is_sum:
             counted = (
@@ -178,18 +133,18 @@ class CountedByLoss:
     feature = Feature.COUNT_LATE
 
     def describe(self, function: str) -> str:
-        """See `LossKind`."""
+        """See `CountedBefore`."""
         return f"mean over the count that {function} returns"
 
     def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
-        """See `LossKind`: any number of items is right, since the loss counts them."""
+        """See `CountedBefore`: any number of items is right, since the loss counts them."""
 
-    def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:  # noqa: ARG002 (the protocol's)
-        """Raise a `LossError`, because the divisor of a single number was not declared; see `LossKind`."""
+    def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:  # noqa: ARG002 (the same in all kinds)
+        """Raise a `LossError`, because the divisor of a single number was not declared."""
         raise LossError(ONE_NUMBER)
 
     def check_count(self, name: str, returned: float, declared: float) -> None:
-        """See `LossKind`: any count is right, since none was declared."""
+        """See `CountedBefore`: any count is right, since none was declared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,20 +158,28 @@ class AcrossSamples:
     feature = Feature.JOINT
 
     def describe(self, function: str) -> str:
-        """See `LossKind`."""
+        """See `CountedBefore`."""
         return f"joint loss {function} of the outputs of {name_of(self.encode)}"
 
     def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
-        """See `LossKind`: the same as for a mean over samples."""
+        """See `CountedBefore`: the same as for a mean over samples."""
         _SAMPLE_MEAN.check_items(name, values, count)
 
     def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:
-        """Return a mean times its factor; see `LossKind`."""
+        """Return a mean times its factor."""
         return times(value, factor)
 
     def check_count(self, name: str, returned: float, declared: float) -> None:
-        """See `LossKind`: the same as for a mean over samples."""
+        """See `CountedBefore`: the same as for a mean over samples."""
         _SAMPLE_MEAN.check_count(name, returned, declared)
+
+
+LossKind = CountedBefore | CountedByLoss | AcrossSamples
+"""How the loss of one sample depends on the other samples; determines how an effective batch is run.
+
+With `brings_count` gradients are divided after the last micro-batch. `encode` is the function of a micro-batch whose
+outputs the loss needs from the whole effective batch. `feature` is the row of the composition table.
+"""
 
 
 def name_of(function: LossFunction) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
@@ -10,26 +10,11 @@ from anybatch.core.batch import Position
 from anybatch.core.geometry import refuse_unless
 from anybatch.core.schedules import BatchRamp
 from anybatch.data.collate import Lengths
-from anybatch.data.effective_batch import DatasetBatches, Iteration, OpenSource
+from anybatch.data.effective_batch import DatasetBatches, Iteration
 from anybatch.data.indexed import IndexedSource
 from anybatch.data.options import BatchOptions, pins_memory
 from anybatch.data.streams import Shards, StreamSource, check_readable, yields_samples
 from anybatch.errors import DataError
-
-
-class Source(Protocol):
-    """A source of effective batches: a data set with an index, or a stream."""
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of steps in a whole epoch."""
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps from the start to the end."""
-
-    def open(self) -> OpenSource:
-        """Return the source with its own workers, for one iteration."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True, repr=False)
@@ -43,7 +28,7 @@ class Batches:
         request: the arguments of `batches`.
     """
 
-    source: Source
+    source: IndexedSource | StreamSource
     request: BatchOptions
 
     def __repr__(self) -> str:
