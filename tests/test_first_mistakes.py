@@ -145,6 +145,7 @@ def test_a_list_of_samples_is_named_in_a_note() -> None:
         engine().step(samples)
 
 
+@pytest.mark.slow
 def test_no_message_names_a_file_of_the_documentation() -> None:
     """Errors and warnings do not refer to docs files, which an installed package lacks."""
     package = Path(ab.__file__).parent

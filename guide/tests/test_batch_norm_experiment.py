@@ -16,6 +16,7 @@ def named(name: str) -> NormConfig:
     return next(config for config in CONFIGS if config.name == name)
 
 
+@pytest.mark.slow
 def test_a_step_takes_the_gradient_of_plain_torch() -> None:
     """An SGD step with learning rate 1 subtracts the gradient of the mean over the batch."""
     train_set, _ = batch_norm.train_and_held_out_images()

@@ -72,6 +72,7 @@ def test_other_machines_need_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot listen on 192.0.2.7" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_server_and_export_are_light(tmp_path: Path) -> None:
     """Neither the server nor an export imports torch; only the worker does."""
     done = subprocess.run(  # noqa: S603 (a fixed program)

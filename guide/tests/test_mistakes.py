@@ -92,6 +92,7 @@ def test_each_mistake_ends_elsewhere(name: str) -> None:
     "name", ["right", "no_division", *(pytest.param(name, marks=pytest.mark.published) for name in list(MISTAKES)[1:])]
 )
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
+@pytest.mark.slow
 def test_the_checker_finds_each_mistake(name: str) -> None:
     """`anybatch check --loop` finds nothing in the correct loop, and the expected bug in each other loop."""
     found = {finding.code for finding in check_loop(loop_of(name)).findings}

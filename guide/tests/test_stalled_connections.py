@@ -11,6 +11,8 @@ import pytest
 
 from guide.tests.served import PATIENCE_SECONDS, Served, head
 
+pytestmark = pytest.mark.slow
+
 NUM_CONNECTIONS = 16
 SHORT: Mapping[str, Any] = {"head_seconds": 0.5, "unread_seconds": 0.5, "num_connections": NUM_CONNECTIONS}
 # Long enough that no time limit ends the connections in these tests.

@@ -213,6 +213,7 @@ def test_a_long_log_is_sketched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found["seconds"] == [n - steps[0] for n in steps]
 
 
+@pytest.mark.slow
 def test_hostile_logs_are_data(tmp_path: Path) -> None:
     """Any log becomes a small JSON view, with short and harmless texts."""
     for name, content in hostile_logs():

@@ -72,6 +72,7 @@ def test_wrong_shapes_are_refused(shaped: ModuleType) -> None:
         shaped.Batch([rows], 2).sum_of(0)
 
 
+@pytest.mark.slow
 def test_shapes_of_the_package_are_checked() -> None:
     """Every module of anybatch and its guide with shapes was imported with the checks active."""
     modules = [importlib.import_module(name) for package in PACKAGES for name in shaped_modules(package.parent)]

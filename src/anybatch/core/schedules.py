@@ -14,13 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Final, Protocol, Self
-
-import torch
-from torch.optim.lr_scheduler import LambdaLR
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from anybatch.core.geometry import ceil_div, checked_int
 from anybatch.errors import BatchSizeError, UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.optim.lr_scheduler import LambdaLR
 
 Stage = tuple[int, int | None]
 """Samples of one step, and the number of samples the stage lasts; None for the rest of the run."""
@@ -370,7 +371,7 @@ def steps_of_epochs(num_epochs: float, *, samples_per_epoch: int, effective_batc
     return nearest if math.isclose(exact, nearest, rel_tol=1e-12) else math.ceil(exact)
 
 
-def attach_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule) -> LambdaLR:
+def attach_schedule(optimizer: "torch.optim.Optimizer", schedule: Schedule) -> "LambdaLR":
     """Return a torch scheduler that multiplies each group's learning rate by `schedule(step)`.
 
     Call its `step` once after each optimizer step; its `last_epoch` counts optimizer steps. Its state_dict has the step
@@ -381,6 +382,8 @@ def attach_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule) -> Lam
         optimizer: its groups' learning rates are multiplied by the factor.
         schedule: function (step) -> factor, from step 0 on.
     """
+    from torch.optim.lr_scheduler import LambdaLR  # noqa: PLC0415 (command lines parse ramps, before torch is imported)
+
     # LambdaLR saves and restores the __dict__ of a callable object; the __dict__ of a partial is empty
     return LambdaLR(optimizer, partial(schedule))
 
