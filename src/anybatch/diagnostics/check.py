@@ -27,14 +27,7 @@ _CODES = {"joint": "joint_loss", "encode": "joint_loss", "inputs": "couples_samp
 def find_causes(
     runs: GradientRuns, micro_batch_size: int, coupling_modules: Sequence[str], tolerance: float
 ) -> Iterator[CheckFinding]:
-    """Yield every reason why micro-batches of this size do not add up to the gradient of the batch.
-
-    Args:
-        runs: runs of the model, with repeated random numbers.
-        micro_batch_size: size of a cut that failed.
-        coupling_modules: names of modules whose output for a sample depends on the others.
-        tolerance: relative error that rounding may cause.
-    """
+    """Yield every reason why micro-batches of this size do not add up to the gradient of the batch."""
     found = 0
     by_name = dict(runs.modules.named_modules())
     with runs.evaluating([by_name[name] for name in coupling_modules]):
@@ -57,12 +50,7 @@ def find_causes(
 
 
 def find_obstacle(runs: GradientRuns, tolerance: float) -> CheckFinding | None:
-    """Return why a difference between a cut and the un-split batch proves nothing; None if it is a real difference.
-
-    Args:
-        runs: runs of the un-split batch and the cut.
-        tolerance: relative error that rounding may cause.
-    """
+    """Return why a difference between a cut and the un-split batch proves nothing; None if it is a real difference."""
     difference = relative_error(runs.whole(), runs.whole())
     if not difference <= tolerance:
         return _obstacle(
@@ -377,13 +365,7 @@ def _measure(runs: GradientRuns, size: int, tolerance: float) -> SplitResult:
 def _randomness(
     runs: GradientRuns, modules: Sequence[str], tolerance: float
 ) -> tuple[CheckFinding, Sequence[Callable[[], RepeatedDraws]]] | None:
-    """Return that the gradient depends on random numbers, and the ways to repeat them; None if it does not.
-
-    Args:
-        runs: the model, the loss and the batch.
-        modules: names of the modules that draw from torch.
-        tolerance: relative error that rounding may cause.
-    """
+    """Return that the gradient depends on random numbers, and the ways to repeat them; None if it does not."""
     # The same gradient from another seed: the random numbers, if any, do not matter.
     if relative_error(runs.whole(seed=runs.seed + 1), runs.whole()) <= tolerance:
         return None

@@ -27,34 +27,19 @@ _EXACT = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WayResult:
-    """One way, measured.
-
-    Attributes:
-        way: the way that was run.
-        seconds_per_step: median of whole steps, of the slowest rank in each.
-        quartiles: of the steps that this is the median of.
-        exposed_seconds: the median less the median of the steps of each rank's share alone; None on one rank.
-        peak_bytes: most memory on a rank.
-        total_peak_bytes: the sum of that over ranks.
-        reserved_bytes: most that a rank's allocator had reserved; None on a CPU.
-        driver_bytes: memory of a rank's device in use by its driver, as nvidia-smi shows it; None on a CPU.
-        gradient_bytes: bytes of gradients that a rank hands to collectives in a step.
-        gradient_error: relative error against the gradient of the unsplit batch in plain PyTorch; None for another
-            batch.
-        gradient_variance: how much the gradients of several batches differ, see `variance_of`; None if not known.
-    """
+    """One way, measured."""
 
     way: Way
-    seconds_per_step: float
-    quartiles: tuple[float, float]
-    exposed_seconds: float | None
-    peak_bytes: int
-    total_peak_bytes: int
-    reserved_bytes: int | None
-    driver_bytes: int | None
-    gradient_bytes: int
-    gradient_error: float | None
-    gradient_variance: float | None
+    seconds_per_step: float  # median of whole steps, of the slowest rank in each
+    quartiles: tuple[float, float]  # of these steps
+    exposed_seconds: float | None  # the median minus that of each rank's share alone; None on one rank
+    peak_bytes: int  # the most on a rank
+    total_peak_bytes: int  # the sum over ranks
+    reserved_bytes: int | None  # the most that a rank's allocator had reserved; None on a CPU
+    driver_bytes: int | None  # in use by a rank's device, as nvidia-smi shows it; None on a CPU
+    gradient_bytes: int  # handed to collectives by a rank in a step
+    gradient_error: float | None  # against the unsplit batch in plain PyTorch; None for another batch
+    gradient_variance: float | None  # see `variance_of`
 
     @property
     def seconds_per_sample(self) -> float:

@@ -89,31 +89,18 @@ class ComparedJob:
 
 @dataclass(slots=True, kw_only=True)
 class RankFigures:
-    """The measurements of one way on one rank.
-
-    Attributes:
-        step_seconds: of each timed step.
-        alone_seconds: of each step on this rank's share alone, on all ranks simultaneously: the schedule unreduced.
-        peak_bytes: peak memory on a device: of the allocator on CUDA, else of this rank's tensors.
-        total_peak_bytes: the same over all devices of this rank.
-        reserved_bytes: peak of the allocator's reserved memory; None on a CPU.
-        driver_bytes: memory of the device in use by its driver; None on a CPU.
-        gradient_bytes: gradient bytes that this rank passes to collectives per step.
-        gradient_error: relative error against the native gradient of plain PyTorch; None except on rank 0.
-        gradient_variance: variance of several gradients, see `variance_of`.
-        reason: why it failed; empty on success.
-    """
+    """The measurements of one way on one rank."""
 
     step_seconds: list[float] = field(default_factory=list)
-    alone_seconds: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
-    total_peak_bytes: int = 0
-    reserved_bytes: int | None = None
-    driver_bytes: int | None = None
-    gradient_bytes: int = 0
-    gradient_error: float | None = None
-    gradient_variance: float | None = None
-    reason: str = ""
+    alone_seconds: list[float] = field(default_factory=list)  # own share, on all ranks at once, unreduced
+    peak_bytes: int = 0  # of the allocator on CUDA, else of this rank's tensors
+    total_peak_bytes: int = 0  # over all devices of this rank
+    reserved_bytes: int | None = None  # None on a CPU
+    driver_bytes: int | None = None  # None on a CPU
+    gradient_bytes: int = 0  # passed to collectives per step
+    gradient_error: float | None = None  # against plain PyTorch; None except on rank 0
+    gradient_variance: float | None = None  # see `variance_of`
+    reason: str = ""  # why it failed; empty on success
 
 
 def measure_on_rank(job: ComparedJob) -> dict[str, RankFigures]:

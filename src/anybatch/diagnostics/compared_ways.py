@@ -175,29 +175,17 @@ Cut = Literal["small", "whole", "micro-batches"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One way of using devices.
-
-    Attributes:
-        name: its name in tables.
-        strategy: the engine's strategy; None: a loop by hand, for ways without the engine.
-        num_devices: devices that it needs.
-        num_ranks: number of processes.
-        num_samples: samples of one update.
-        micro_batch_size: maximum samples per forward and backward on a rank.
-        lines_by_hand: changed lines in a plain loop.
-        lines_with_anybatch: changed lines with anybatch.
-        unmeasured: why it is not measured; empty if it is.
-    """
+    """One way of using devices."""
 
     name: str
-    strategy: str | None
+    strategy: str | None  # of the engine; None: a loop by hand
     num_devices: int
     num_ranks: int
-    num_samples: int
-    micro_batch_size: int
-    lines_by_hand: int
+    num_samples: int  # of one update
+    micro_batch_size: int  # at most, per forward on a rank
+    lines_by_hand: int  # changed lines in a plain loop
     lines_with_anybatch: int
-    unmeasured: str = ""
+    unmeasured: str = ""  # why it is not measured
 
     @property
     def num_micro_batches(self) -> int:

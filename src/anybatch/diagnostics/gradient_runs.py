@@ -36,17 +36,11 @@ from anybatch.parallel.world import World
 
 @dataclass(frozen=True, slots=True)
 class ForwardTraits:
-    """Names of modules with properties observed in one forward, in the order in which the modules finished.
+    """Names of modules with properties observed in one forward, in the order in which the modules finished."""
 
-    Attributes:
-        random_modules: modules that advanced torch's generator, without a child that did.
-        coupling_modules: modules whose output for a sample depends on another sample, without a child that does.
-        narrowest_dtype: the floating-point type with the fewest bits that any module returned; None if none was.
-    """
-
-    random_modules: tuple[str, ...]
-    coupling_modules: tuple[str, ...]
-    narrowest_dtype: torch.dtype | None
+    random_modules: tuple[str, ...]  # advanced torch's generator, without a child that did
+    coupling_modules: tuple[str, ...]  # their output for a sample depends on others, without a child that does
+    narrowest_dtype: torch.dtype | None  # returned by any module; None without floating-point outputs
 
 
 def find_traits(modules: nn.Module, run: Callable[[], object], num_samples: int) -> ForwardTraits:
@@ -100,10 +94,6 @@ class RepeatedDraws:
         constant: torch draws one number everywhere, see `HeldDraws`.
         continues: Python and numpy continue from one forward to the next. Numbers that are drawn once for each sample,
             in order, are then the same in one batch and in several.
-
-    Attributes:
-        seed: seed of Python and numpy, set by the run.
-        by_host: whether a forward has drawn from Python or numpy.
     """
 
     def __init__(self, *, constant: bool = False, continues: bool = False) -> None:
@@ -131,14 +121,7 @@ class RepeatedDraws:
         return self._torch
 
     def call(self, name: str, function: LossFunction, model: Any, batch: Batch) -> Any:  # noqa: ANN401 (as the user's)
-        """Call a function of the user from the first random number on.
-
-        Args:
-            name: of the function; each draws for itself.
-            function: the loss function or the encoder.
-            model: its first argument.
-            batch: its second.
-        """
+        """Call a function of the user from the first random number on."""
         self._restart()
         output = function(model, batch)
         self._record(name)
@@ -182,9 +165,6 @@ def ways_of_drawing(*, by_host: bool) -> Iterator[Callable[[], RepeatedDraws]]:
     """Yield functions that make draws, in the order in which they are tried.
 
     Samples may be on another axis than the first, or draw in a loop: one number everywhere suits these.
-
-    Args:
-        by_host: whether Python or numpy draws.
     """
     for continues in (False, True) if by_host else (False,):
         for constant in (False, True):
@@ -197,25 +177,15 @@ _PARTS = frozenset(vars(nn.Module())) - {"training"}
 
 @dataclass(slots=True)
 class GradientRuns:
-    """A model, a loss and a batch of one number type, on the CPU.
+    """A model, a loss and a batch of one number type, on the CPU."""
 
-    Attributes:
-        model: a copy of the user's, passed to the loss function.
-        loss: the declared loss.
-        batch: the whole batch.
-        seed: seed of all random numbers.
-        norms: the policy about BatchNorm, as the engine takes it.
-        in_evaluation: modules that run in evaluation mode for now, because their behaviour in training was set aside.
-        draws: repeats random numbers in every forward; None: they come from seeded generators.
-    """
-
-    model: Model
+    model: Model  # a copy of the user's
     loss: Loss
     batch: Batch
     seed: int = 0
     norms: Policy | PolicyName | None = None
-    in_evaluation: set[nn.Module] = field(default_factory=set)
-    draws: RepeatedDraws | None = None
+    in_evaluation: set[nn.Module] = field(default_factory=set)  # their behaviour in training was set aside
+    draws: RepeatedDraws | None = None  # None: numbers come from seeded generators
 
     @property
     def modules(self) -> nn.Module:
@@ -412,11 +382,7 @@ class GradientRuns:
         return value * (self.num_samples / torch.as_tensor(returned_count(output)).to(torch.float64)).to(value.dtype)
 
     def _backward(self, value: torch.Tensor) -> Gradients:
-        """Return the gradients that a backward adds to parameters, including gradients added by layers directly.
-
-        Raises:
-            CompositionError: the model uses reentrant checkpointing.
-        """
+        """Return the gradients that a backward adds to parameters, including gradients added by layers directly."""
         own = trainable(self.modules)
         for parameter in own.values():
             parameter.grad = None

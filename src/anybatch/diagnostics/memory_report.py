@@ -29,21 +29,13 @@ UNSEEN = "not in tensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorReport:
-    """Counters of torch's CUDA allocator during the recording.
+    """Counters of torch's CUDA allocator during the recording."""
 
-    Attributes:
-        peak_bytes: peak of allocated memory, including kernels.
-        allocated_bytes: allocated at the moment of the tensors' peak.
-        reserved_bytes: reserved on the device by then.
-        num_retries: how often the allocator emptied its cache because memory was full, during the recording.
-        summary: `torch.cuda.memory_summary()` at the end; empty if not requested.
-    """
-
-    peak_bytes: int
-    allocated_bytes: int
-    reserved_bytes: int
-    num_retries: int
-    summary: str = ""
+    peak_bytes: int  # including kernels
+    allocated_bytes: int  # at the moment of the tensors' peak
+    reserved_bytes: int  # by then
+    num_retries: int  # how often a full cache was emptied
+    summary: str = ""  # `torch.cuda.memory_summary()`, if requested
 
     @property
     def fragmentation(self) -> float:

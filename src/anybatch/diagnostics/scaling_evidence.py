@@ -25,29 +25,17 @@ _SURE = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBreakdown:
-    """The seconds of a step by part; they add up to `step`.
-
-    Attributes:
-        world_size: number of ranks.
-        step: a step with loaded samples on the slowest rank, plus the extra wait of a step that loads them.
-        waiting: waiting for data, on the rank that waits longest.
-        copies: copies to the device; on a CPU the time to hand over a micro-batch.
-        compute: forwards and backwards, the mean of the ranks.
-        queued: waiting for a core, the mean of the ranks; not included in compute.
-        communication: exposed communication: a step with reduction minus one without, the slowest rank of each.
-        stragglers: extra time of the slowest rank over the mean rank, without reduction.
-        update: clipping and the optimizer, the mean of the ranks.
-    """
+    """The seconds of a step by part; they add up to `step`."""
 
     world_size: int
-    step: float
-    waiting: float
-    copies: float
-    compute: float
-    queued: float
-    communication: float
-    stragglers: float
-    update: float
+    step: float  # slowest rank, with loaded samples, plus the extra wait of a step that loads them
+    waiting: float  # for data, on the rank that waits longest
+    copies: float  # to the device; on a CPU the time to hand over a micro-batch
+    compute: float  # forwards and backwards, mean of the ranks
+    queued: float  # for a core, mean of the ranks; not included in compute
+    communication: float  # a step with reduction minus one without, the slowest rank of each
+    stragglers: float  # the slowest rank minus the mean, without reduction
+    update: float  # with clipping, mean of the ranks
 
     @property
     def ranks(self) -> str:
@@ -75,17 +63,11 @@ class StepBreakdown:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The extra time of one kind of step over another.
+    """The extra time of one kind of step over another."""
 
-    Attributes:
-        seconds: the median over rounds.
-        uncertainty: the quartile range over rounds, divided by the square root of their number.
-        always: whether it took longer in nine tenths of many rounds.
-    """
-
-    seconds: float
-    uncertainty: float
-    always: bool = False
+    seconds: float  # median over rounds
+    uncertainty: float  # quartile range over rounds / sqrt(rounds)
+    always: bool = False  # whether it took longer in nine tenths of many rounds
 
     @property
     def is_sure(self) -> bool:
@@ -95,17 +77,11 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class BucketTrial:
-    """One way to cut gradients into buckets.
-
-    Attributes:
-        cut: sizes and number of buckets.
-        step_seconds: time of a step with loaded samples on the slowest rank: the fastest cut's median, plus `longer`.
-        longer: extra time over the fastest cut, round by round.
-    """
+    """One way to cut gradients into buckets."""
 
     cut: BucketCut
-    step_seconds: float
-    longer: Difference
+    step_seconds: float  # the fastest cut's median on the slowest rank, plus `longer`
+    longer: Difference  # than the fastest cut, round by round
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,46 +98,25 @@ class MeasuredLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingEvidence:
-    """Measurements of a step on a number of ranks, and of changes of it.
-
-    Attributes:
-        parts: the step by part.
-        alone: the same for one rank that runs the whole effective batch; None if there is only one rank.
-        reduction: extra time with reduction; 0 on one rank.
-        held_step: a step with loaded samples, on the slowest rank.
-        unreduced_step: the same without reduction.
-        buckets: trials of other bucket sizes, from the smallest to the largest; empty on one rank.
-        current_bucket: the trial of the size in use; None on one rank.
-        compressed: time saved per step by gradients in bf16; None if not tried.
-        larger_micro_batch: compute time saved by a rank share in one micro-batch; None if it is one already.
-        link: link between the ranks; None on one rank.
-        num_messages: collectives with gradients per step.
-        gradient_bytes: bytes of one copy of the gradients.
-        slowest_rank: the straggler.
-        loads: seconds to load each rank's share in its own process, and the processor time of that.
-        micro_batch_size: micro-batch size used.
-        share: samples of the largest share.
-        num_samples: samples of a step.
-        device: the device measured.
-    """
+    """Measurements of a step on a number of ranks, and of changes of it."""
 
     parts: StepBreakdown
-    alone: StepBreakdown | None
-    reduction: Difference
-    held_step: float
-    unreduced_step: float
-    buckets: tuple[BucketTrial, ...]
-    current_bucket: BucketTrial | None
-    compressed: Difference | None
-    larger_micro_batch: Difference | None
-    link: MeasuredLink | None
-    num_messages: int
-    gradient_bytes: int
+    alone: StepBreakdown | None  # one rank with the whole batch; None if there is only one rank
+    reduction: Difference  # extra time with reduction; 0 on one rank
+    held_step: float  # with loaded samples, on the slowest rank
+    unreduced_step: float  # the same without reduction
+    buckets: tuple[BucketTrial, ...]  # from the smallest to the largest size; empty on one rank
+    current_bucket: BucketTrial | None  # None on one rank
+    compressed: Difference | None  # saved per step by gradients in bf16; None if not tried
+    larger_micro_batch: Difference | None  # saved by a share in one micro-batch; None if it is one already
+    link: MeasuredLink | None  # None on one rank
+    num_messages: int  # collectives with gradients per step
+    gradient_bytes: int  # of one copy
     slowest_rank: int
-    loads: tuple[float, float]
+    loads: tuple[float, float]  # seconds to load a share in its own process, and processor time
     micro_batch_size: int
-    share: int
-    num_samples: int
+    share: int  # samples of the largest share
+    num_samples: int  # of a step
     device: str
 
     @property
@@ -300,23 +255,14 @@ _OWN_MESSAGES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Something that makes a step longer.
-
-    Attributes:
-        code: its name, such as "slow_loader".
-        cost: its seconds per step.
-        what: the observation, with figures.
-        change: the change to make.
-        predicted_step: seconds of a step after the change; None if unknown.
-        settings: the run's settings after the change; None if it is not a setting.
-    """
+    """Something that makes a step longer."""
 
     code: str
-    cost: float
+    cost: float  # seconds per step
     what: str
     change: str
-    predicted_step: float | None
-    settings: RunSettings | None = None
+    predicted_step: float | None  # seconds after the change; None if unknown
+    settings: RunSettings | None = None  # after the change; None if it is not a setting
 
 
 def causes_of(evidence: ScalingEvidence, settings: RunSettings, num_cores: int) -> tuple[Cause, ...]:

@@ -123,36 +123,20 @@ class ScaleRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """Measurements of one rank.
-
-    Attributes:
-        rank: number of the rank.
-        steps: kind of step to its times, one for each round; ranks run the same round at the same time.
-        loading: steps that load their samples, like the real run.
-        loading_alone: the same on rank 0, which runs the whole effective batch while the others wait; empty elsewhere.
-        load_seconds: time to load this rank's share in its own process.
-        load_processor_seconds: processor time of that.
-        messages: bytes and seconds of a separate all-reduce.
-        cuts: the cuts of `steps["buckets N"]`, with N from 0.
-        micro_batch_size: micro-batch size used.
-        num_samples: samples of the effective batch.
-        share: samples of this rank.
-        gradient_bytes: bytes of one copy of the gradients.
-        device: the device measured.
-    """
+    """Measurements of one rank."""
 
     rank: int
-    steps: Mapping[str, tuple[RankSeconds, ...]]
-    loading: tuple[RankSeconds, ...]
-    loading_alone: tuple[RankSeconds, ...]
-    load_seconds: float
+    steps: Mapping[str, tuple[RankSeconds, ...]]  # kind -> time of each round, the same on all ranks
+    loading: tuple[RankSeconds, ...]  # steps that load their samples
+    loading_alone: tuple[RankSeconds, ...]  # on rank 0, of the whole batch while others wait
+    load_seconds: float  # of this rank's share, in its own process
     load_processor_seconds: float
-    messages: tuple[tuple[int, float], ...]
-    cuts: tuple[BucketCut, ...]
+    messages: tuple[tuple[int, float], ...]  # bytes and seconds of a separate all-reduce
+    cuts: tuple[BucketCut, ...]  # the cuts of `steps["buckets N"]`, with N from 0
     micro_batch_size: int
     num_samples: int
-    share: int
-    gradient_bytes: int
+    share: int  # samples of this rank
+    gradient_bytes: int  # of one copy
     device: str
 
 

@@ -27,28 +27,16 @@ _SCHEDULER = Path("/proc/thread-self/schedstat")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSeconds:
-    """One step of one rank.
+    """One step of one rank."""
 
-    Attributes:
-        load: seconds in which the next micro-batch was waited for, copies to the device included.
-        compute: of forwards and backwards.
-        reduce: from the end of the last backward until all sums are there.
-        update: of clipping and the optimizer.
-        whole: of the step.
-        queued: in which the rank could have run and had no core, because others had them; 0 if not reported.
-        num_samples: that the rank has run.
-        num_messages: collectives that carried gradients.
-        message_bytes: that they carried.
-    """
-
-    load: float = 0.0
+    load: float = 0.0  # waiting for the next micro-batch, with copies to the device
     compute: float = 0.0
-    reduce: float = 0.0
-    update: float = 0.0
+    reduce: float = 0.0  # from the end of the last backward until all sums are there
+    update: float = 0.0  # with clipping
     whole: float = 0.0
-    queued: float = 0.0
+    queued: float = 0.0  # ready, without a core; 0 if not reported
     num_samples: int = 0
-    num_messages: int = 0
+    num_messages: int = 0  # collectives that carried gradients
     message_bytes: int = 0
 
     @property
@@ -74,13 +62,7 @@ def slowest(ranks: Sequence[Sequence[RankSeconds]]) -> list[float]:
 
 
 class PhaseClock:
-    """An observer that takes the time of the parts of a step.
-
-    Args:
-        device: waited for at the end of each part, where `waits`, so that its work is in that part.
-        waits: whether to do so; it takes overlap away, and so is left out where whole steps count.
-        clock: monotonic time in seconds.
-    """
+    """Times the parts of a step; `waits` adds the device's work to its part, which takes overlap away."""
 
     def __init__(self, device: torch.device, *, waits: bool, clock: Clock = time.perf_counter) -> None:
         self._device = device
@@ -153,31 +135,19 @@ _SMALL_MESSAGE, _MANY = 2**18, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogReport:
-    """The parts of a step of a finished run: medians over its steps. `print(report)` shows it.
-
-    Attributes:
-        num_logs: ranks with a log.
-        step: seconds of a step, on the slowest rank.
-        waiting: waiting for data, on the slowest rank, including copies.
-        compute: forwards and backwards, mean over ranks.
-        communication: time that the last rank to arrive waits for sums; with one log an upper bound.
-        stragglers: extra wait for sums of the mean rank over the last one to arrive; None with one log.
-        update: update of the parameters, mean over ranks.
-        num_messages: gradient collectives per step.
-        message_bytes: their mean size.
-    """
+    """The parts of a step of a finished run: medians over its steps. `print(report)` shows it."""
 
     num_ranks: int
-    num_logs: int
+    num_logs: int  # ranks with a log
     num_steps: int
-    step: float
-    waiting: float
-    compute: float
-    communication: float
-    stragglers: float | None
-    update: float
-    num_messages: int
-    message_bytes: float
+    step: float  # slowest rank
+    waiting: float  # for data, slowest rank, with copies
+    compute: float  # mean over ranks
+    communication: float  # of the last rank to arrive; with one log an upper bound
+    stragglers: float | None  # extra wait of the mean rank; None with one log
+    update: float  # mean over ranks
+    num_messages: int  # gradient collectives per step
+    message_bytes: float  # mean size
 
     @property
     def shares(self) -> dict[str, float]:

@@ -66,11 +66,7 @@ class Evidence:
 
 
 def judge(loop: JudgedLoop, traces: Sequence[LoopTrace]) -> LoopReport:
-    """Return the report on one kind of data, with faults in the gradient first.
-
-    Raises:
-        LoopError: the loop made no step within the passes over the data that are looked at.
-    """
+    """Return the report on one kind of data, with faults in the gradient first."""
     if traces[0].has_more_passes and not traces[0].steps:
         message = (
             f"{loop.name} made no step in {len(traces[0].forwards)} micro-batches, and was stopped. Give it a "

@@ -88,11 +88,7 @@ class LoopParameters:
 
 
 def read_parameters(function: Callable[..., Any]) -> LoopParameters:
-    """Read the arguments that a loop needs from its signature and from the names it uses.
-
-    Raises:
-        LoopError: a required parameter has an unknown name, or there is none for a model or for data.
-    """
+    """Read the arguments that a loop needs from its signature and from the names it uses."""
     roles = _roles_in_signature(function)
     words = _names_used(function)
     streams = {word for word in words if role_of(word) == "get_batch"}

@@ -105,21 +105,13 @@ _VERDICTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopFinding:
-    """A fault of a loop.
+    """A fault of a loop."""
 
-    Attributes:
-        code: a key of `FINDINGS`.
-        found: the value that shows it.
-        expected: the value in a correct loop.
-        file: name of the loop's file.
-        lines: lines of that file, where they are known.
-    """
-
-    code: str
+    code: str  # a key of `FINDINGS`
     found: str
     expected: str
     file: str = "the loop"
-    lines: tuple[int, ...] = ()
+    lines: tuple[int, ...] = ()  # of that file, where they are known
 
     @property
     def what(self) -> str:
@@ -145,20 +137,12 @@ class LoopFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """The micro-batches and weights of one optimizer step.
+    """The micro-batches and weights of one optimizer step."""
 
-    Attributes:
-        step: its number, from 1.
-        micro_batches: samples of each forward since the step before, rank by rank.
-        found: sample -> its weight in the gradient that the optimizer used; samples without weight are left out.
-        expected: sample -> its weight in the gradient of the un-split batch. Samples whose loss has no gradient (a
-            masked target, say) are in neither.
-    """
-
-    step: int
-    micro_batches: tuple[tuple[int, ...], ...]
-    found: Mapping[int, float]
-    expected: Mapping[int, float]
+    step: int  # from 1
+    micro_batches: tuple[tuple[int, ...], ...]  # samples of each forward, rank by rank
+    found: Mapping[int, float]  # sample -> weight in the gradient used, without zeros
+    expected: Mapping[int, float]  # the same for the unsplit batch, without samples whose loss has no gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
