@@ -1,35 +1,28 @@
 """Loops are judged without changes: correct ones have no findings, others have the code of their fault."""
 
-import multiprocessing
 import random
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.nn import functional as F
 
 from anybatch.cli.main import main
 from anybatch.cli.status import Status
 from anybatch.diagnostics import check_loop
 from anybatch.diagnostics.loop_check import sandbox
-from anybatch.diagnostics.loop_check.probe import Recorder, RowModel, make_data
-from anybatch.diagnostics.loop_check.report import FINDINGS, HARMLESS, LoopReport, LoopVerdict, fraction, ranges
+from anybatch.diagnostics.loop_check.report import FINDINGS, HARMLESS, LoopReport, LoopVerdict
 from anybatch.errors import LoopError
-from anybatch.parallel.torch_internals import HashStore
 from anybatch.recipes.load import method_of
-from tests.architecture.leak_police import Holdings, has_no_more_groups, holdings, settled
 from tests.architecture.source_tree import ROOT
 from tests.diagnostics import loops, published_loops
+from tests.raising import raises
 
 Loop = Callable[..., Any]
 PUBLISHED = {loop.__name__: codes for loop, (_, codes) in published_loops.PUBLISHED.items()}
@@ -52,30 +45,6 @@ def assert_named(report: LoopReport, codes: set[str]) -> None:
     assert (set(report.codes), report.verdict) == (codes, expected), str(report)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_weights_are_read_from_the_gradient(reduction: str) -> None:
-    """Row i of the model's gradient is the weight of sample i times the gradient of its loss."""
-    data = make_data("classes")
-    model = RowModel(data, 2.0, Recorder(None, 2.0))
-    F.cross_entropy(model(data.inputs[4:10]), data.targets[4:10], reduction=reduction).backward()
-    outputs = data.outputs[4:10, 0]
-    plain = outputs.softmax(1) - F.one_hot(data.targets[4:10], outputs.shape[1])
-    assert model.table.grad is not None
-    rows = model.table.grad[:, 0] / 2.0
-
-    torch.testing.assert_close(rows[4:10], plain / (6 if reduction == "mean" else 1), rtol=1e-12, atol=0.0)
-    assert not rows[:4].any()
-    assert not rows[10:].any()
-
-
-def test_outputs_do_not_follow_the_parameters() -> None:
-    """Outputs stay bitwise equal when the optimizer changes the table, so that all steps can be compared."""
-    data = make_data("tokens")
-    model = RowModel(data, 2.0, Recorder(None, 2.0))
-    nn.init.normal_(model.table)
-    assert torch.equal(model(data.inputs), data.outputs)
-
-
 @pytest.mark.parametrize("loop", loops.RIGHT)
 def test_right_loops_are_exact(loop: Loop) -> None:
     """A correct loop, in any style, has no finding, and every weight in its table is the expected one."""
@@ -90,7 +59,8 @@ def test_right_loops_are_exact(loop: Loop) -> None:
 @pytest.mark.parametrize(("loop", "codes"), loops.WRONG.items())
 def test_wrong_loops_are_named(loop: Loop, codes: set[str]) -> None:
     """Each published fault has its code, and nothing else is found."""
-    assert_named(check_loop(loop), codes)
+    seconds = 2.0 if loop is loops.endless else 20.0
+    assert_named(check_loop(loop, time_limit_seconds=seconds), codes)
 
 
 @pytest.mark.slow
@@ -292,7 +262,7 @@ def test_a_missing_large_file_is_explained(folder: Path) -> None:
         assert large.stat().st_size
         Path("large.bin").read_bytes()
 
-    with pytest.raises(LoopError, match=r"without large files: large\.bin") as caught:
+    with raises(LoopError, "large-files-left-out") as caught:
         check_loop(reads, data="classes")
     assert caught.value.cause == "FileNotFoundError"
 
@@ -317,18 +287,20 @@ def test_a_loop_that_raises_shows_its_own_error() -> None:
         for inputs, _ in loader:
             model(inputs).no_such_thing()
 
-    with pytest.raises(LoopError, match=r"no_such_thing\(\)") as caught:
+    with pytest.raises(LoopError) as caught:
         check_loop(broken)
     assert caught.value.cause == "AttributeError"
+    assert "no_such_thing()" in str(caught.value)
     assert "judged_loop.py" not in str(caught.value)
 
 
 @pytest.mark.slow
 def test_a_loop_that_raises_on_ranks_shows_its_own_error() -> None:
     """On ranks too, the message has the loop's own traceback."""
-    with pytest.raises(LoopError, match=r"rank \d is broken") as caught:
+    with pytest.raises(LoopError) as caught:
         check_loop(loops.raises_on_ranks, data="classes")
     assert caught.value.cause == "ValueError"
+    assert "is broken" in str(caught.value)
     assert "judged_loop.py" not in str(caught.value)
 
 
@@ -389,27 +361,3 @@ def test_findings_are_documented() -> None:
     section = text[begin : text.index("In Python it is", begin)]
     assert {line.split("`")[1] for line in section.splitlines() if line.startswith("| `")} == set(FINDINGS)
     assert set(FINDINGS) > HARMLESS
-
-
-def test_numbers_are_readable() -> None:
-    """Weights are shown as fractions where they are fractions, and samples as ranges."""
-    assert [fraction(value) for value in (1 / 12, 5 / 3, 0.0, 0.12341234)] == ["1/12", "5/3", "0", "0.1234"]
-    assert Fraction(fraction(2 / 21)) == Fraction(2, 21)
-    assert ranges([3, 1, 2, 7, 9, 10]) == "1-3, 7, 9-10"
-
-
-def first_wrapper() -> tuple[Holdings, Holdings]:
-    """Return the holdings of a process before and after a group in which it makes its first wrapper."""
-    before = holdings()
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
-    dist.destroy_process_group()
-    return before, settled(before, has_no_more_groups)
-
-
-@pytest.mark.slow
-def test_the_first_wrapper_of_a_process_leaves_no_group() -> None:
-    """The modules that DDP imports when it is first made do not keep the current group."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        before, after = pool.submit(first_wrapper).result()
-    assert after.num_group_threads == before.num_group_threads

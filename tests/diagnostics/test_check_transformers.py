@@ -91,11 +91,11 @@ def test_own_loss(name: str) -> None:
     """A model's own loss, declared correctly, is equal in every cut; otherwise the fix is printed."""
     make, batch, right, wrong = MODELS[name]
 
-    report = check(make(), right, batch())
+    report = check(make(), right, batch(), micro_batch_sizes=[3])
     assert report.equal, str(report)
 
     if wrong is not None:
-        report = check(make(), wrong, batch())
+        report = check(make(), wrong, batch(), micro_batch_sizes=[3])
         assert [finding.code for finding in report.findings if finding.breaks_equality] == ["loss_declaration"]
         assert f"shift={name == 'causal'}" in next(f.change for f in report.findings if f.breaks_equality)
 

@@ -31,14 +31,6 @@ def test_a_bar_in_letters() -> None:
     ]
 
 
-def test_without_a_limit_nothing_is_free() -> None:
-    """Without a limit, the bar shows only the memory in use."""
-    lines = str(MemoryBar({"weights": 3, "buffers": 1})).splitlines()
-
-    assert lines[0] == "[" + "w" * 59 + "b" * 19 + "]"
-    assert "free" not in "".join(lines)
-
-
 @pytest.mark.parametrize(
     ("held", "place"), [({"weights": 30 * MIB, "activations": 10 * MIB}, 40), ({"weights": 21 * MIB}, 75)]
 )
@@ -51,12 +43,6 @@ def test_more_than_there_is(held: dict[str, int], place: int) -> None:
     assert "20.0 MiB is what there is" in arrow
     assert len(arrow) <= 80
     assert "free" not in "".join(legend)
-
-
-def test_nothing_held_is_an_empty_bar() -> None:
-    """No memory in use gives a free bar with a limit, and an empty bar without."""
-    assert str(MemoryBar({"weights": 0}, MIB)).splitlines() == ["[" + "." * 78 + "]", " . free  1.00 MiB 100.0%"]
-    assert str(MemoryBar({})) == "[" + "]"
 
 
 @given(sizes=st.lists(st.integers(0, 2**45), max_size=9), num_cells=st.integers(0, 120))
@@ -74,21 +60,6 @@ def test_cells_are_shared_out(sizes: list[int], num_cells: int) -> None:
         assert all(abs(cell - num_cells * size / whole) <= len(present) for size, cell in present)
 
 
-@given(
-    sizes=st.dictionaries(st.text(st.characters(codec="utf-8"), min_size=1), st.integers(1, 2**45), max_size=12),
-    limit=st.none() | st.integers(1, 2**45),
-)
-def test_any_bar_is_ascii_for_ascii_names(sizes: dict[str, int], limit: int | None) -> None:
-    """Lines have at most 80 columns, and each letter is one category."""
-    plain = {name.encode("ascii", "backslashreplace").decode(): size for name, size in sizes.items()}
-    bar, *below = str(MemoryBar(plain, limit)).splitlines()
-
-    assert bar.isascii()
-    assert all(len(line) <= 80 for line in [bar, *below] if line.isprintable())
-    pieces = [letter for number, letter in enumerate(bar[1:-1]) if number == 0 or bar[number] != letter]
-    assert len(pieces) == len(set(pieces))
-
-
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
 def test_a_terminal_with_colours_gets_blocks(width: int) -> None:
     """With colors the bar is drawn in blocks, as wide as the terminal, with the same text below."""
@@ -100,14 +71,6 @@ def test_a_terminal_with_colours_gets_blocks(width: int) -> None:
     assert "░" in first
     assert {"weights", "activations", "free"} <= set("".join(below).split()) or width < 30
     assert len(shown(bar, width, color_system=None)[0]) == width
-
-
-def test_a_terminal_without_colours_gets_letters() -> None:
-    """Without colors the bar is drawn in letters."""
-    bar = MemoryBar({"weights": 2, "activations": 2})
-
-    assert shown(bar, 80, color_system=None) == str(bar).splitlines()
-    assert "ww" in shown(bar, 80, color_system="truecolor", no_color=True)[0]
 
 
 def test_colours_are_one_each() -> None:

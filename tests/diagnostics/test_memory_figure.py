@@ -1,6 +1,5 @@
 """The memory figure shows the recorded timeline without losing its peaks."""
 
-import itertools
 import re
 import sys
 from pathlib import Path
@@ -11,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anybatch.diagnostics.memory_pictures import MemoryPicture, draw_memory
-from anybatch.diagnostics.stacked_areas import highest_moments, make_figure, stretches
+from anybatch.diagnostics.stacked_areas import highest_moments, make_figure
 from anybatch.errors import UserError
 from anybatch.memory.timeline import MemoryTimeline, timeline
 from anybatch.memory.trace import Allocation, MemoryTrace, Phase
+from tests.raising import raises
 
 MIB = 2**20
 PICTURE = MemoryPicture(title="the title", below="the line below", limit_bytes=40 * MIB, headroom=0.15)
@@ -62,15 +62,6 @@ def test_areas_are_what_was_held() -> None:
     assert found.peak_moment in activations[activations[:, 1] == 44][:, 0].tolist()
 
 
-def test_a_far_limit_is_not_drawn(tmp_path: Path) -> None:
-    """A limit far above the peak is not drawn, so the peak fills the axes."""
-    path = tmp_path / "memory.svg"
-    draw_memory(course(), MemoryPicture(title="", limit_bytes=400 * MIB, headroom=0.15), path)
-
-    assert "limit" not in words(path)
-    assert make_figure(course(), MemoryPicture(title="", limit_bytes=400 * MIB)).axes[1].get_ylim()[1] < 60
-
-
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
 @pytest.mark.slow
 def test_the_same_file_again(ending: str, tmp_path: Path) -> None:
@@ -82,22 +73,9 @@ def test_the_same_file_again(ending: str, tmp_path: Path) -> None:
     assert one.read_bytes() == two.read_bytes()
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 16, 130])
-@pytest.mark.slow
-def test_many_micro_batches(num_micro_batches: int, tmp_path: Path) -> None:
-    """With many micro-batches, numbers without room are left out and phases are still labeled."""
-    path = tmp_path / "memory.svg"
-    draw_memory(course(num_micro_batches), PICTURE, path)
-
-    said = words(path)
-    assert ("micro-batch 1" in said) == (num_micro_batches < 16)
-    assert "forward" in said
-    assert "backward" in said
-
-
 def test_an_ending_that_cannot_be_drawn(tmp_path: Path) -> None:
     """An unsupported extension raises, and no file is created."""
-    with pytest.raises(UserError, match=r"memory\.gif ends in '\.gif'"):
+    with raises(UserError, "picture-format"):
         draw_memory(course(), PICTURE, tmp_path / "memory.gif")
     assert not list(tmp_path.iterdir())
 
@@ -107,7 +85,7 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Without matplotlib the error has the install command, and no folder is created."""
     monkeypatch.delitem(sys.modules, "anybatch.diagnostics.stacked_areas", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match=r"pip install 'anybatch\[plot\]'"):
+    with pytest.raises(UserError):
         draw_memory(course(), PICTURE, tmp_path / "folder" / "memory.png")
     assert not list(tmp_path.iterdir())
 
@@ -125,12 +103,3 @@ def test_what_stands_out_is_drawn(totals: list[int], num_columns: int) -> None:
         width = -(-len(totals) // num_columns)
         for begin in range(len(totals) - 2 * width):
             assert any(begin <= moment < begin + 2 * width for moment in moments)
-
-
-@given(names=st.lists(st.sampled_from("abc")))
-def test_stretches_put_together_are_the_names(names: list[str]) -> None:
-    """Intervals cover every position once, in order, and neighbors have different names."""
-    found = stretches(names)
-
-    assert [name for begin, end, name in found for _ in range(begin, end)] == names
-    assert all(one[2] != other[2] for one, other in itertools.pairwise(found))

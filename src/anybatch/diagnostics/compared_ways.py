@@ -212,10 +212,17 @@ def ways_of(*, effective_batch_size: int, micro_batch_size: int, num_devices: in
     """Return the ways of training with one effective batch size."""
     if not 1 <= micro_batch_size <= effective_batch_size:
         message = f"{micro_batch_size=} must be from 1 to the {effective_batch_size} samples of the batch."
-        raise BatchSizeError(message, effective_batch_size=effective_batch_size, micro_batch_size=micro_batch_size)
+        raise BatchSizeError(
+            message,
+            code="size-out-of-range",
+            effective_batch_size=effective_batch_size,
+            micro_batch_size=micro_batch_size,
+        )
     if num_devices > effective_batch_size:
         message = f"{effective_batch_size=} is less than one sample for each of {num_devices} devices."
-        raise BatchSizeError(message, effective_batch_size=effective_batch_size, world_size=num_devices)
+        raise BatchSizeError(
+            message, code="too-few-samples", effective_batch_size=effective_batch_size, world_size=num_devices
+        )
     with_anybatch = lines_changed(with_engine)
     ways = []
     for name, strategy, uses_all, cut, loop in _WAYS:

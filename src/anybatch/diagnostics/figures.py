@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 from anybatch.core.units import in_bytes, three_digits
 from anybatch.diagnostics.advise import Advice
@@ -18,11 +19,24 @@ COLOURS = ("#00507F", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 MARKS = "osD^vP"
 
 
+def _figure(path: Path, width: float, height: float) -> Any:  # noqa: ANN401 (of an optional dependency)
+    return import_drawing("matplotlib.figure", [path]).Figure(figsize=(width, height), layout="constrained")
+
+
+def _style(axes: Any, grid: str = "both") -> None:  # noqa: ANN401 (of an optional dependency)
+    axes.grid(visible=True, axis=grid, color="#E6E6E6", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _save(figure: Any, path: Path) -> None:  # noqa: ANN401 (of an optional dependency)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160)
+
+
 def draw_errors(report: CheckReport, path: Path) -> None:
     """Draw each parameter's part in the gradient error of each cut, on a logarithmic axis."""
-    figures = import_drawing("matplotlib.figure", [path])
     names = list(next((split.errors for split in report.splits if split.errors), {}))
-    figure = figures.Figure(figsize=(8, max(2.5, 1.6 + 0.24 * len(names))), layout="constrained")
+    figure = _figure(path, 8, max(2.5, 1.6 + 0.24 * len(names)))
     axes = figure.subplots()
     for number, split in enumerate(report.splits):
         # A cut that could not be run has no errors to show.
@@ -49,16 +63,14 @@ def draw_errors(report: CheckReport, path: Path) -> None:
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_xlabel("part in the relative error of the gradient")
     axes.set_title(f"{report.num_samples} samples, un-split against cut: {report.verdict}", loc="left", fontsize=10)
-    axes.grid(visible=True, axis="x", color="#E6E6E6", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    _style(axes, "x")
     figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=len(report.splits))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160)
+    _save(figure, path)
 
 
 def draw_tuning(report: TuneReport, path: Path) -> None:
     """Draw samples per second and peak memory by micro-batch size; mark the fastest and the recommended size."""
-    figure = import_drawing("matplotlib.figure", [path]).Figure(figsize=(7, 5), layout="constrained")
+    figure = _figure(path, 7, 5)
     speed, memory = figure.subplots(2, 1, sharex=True)
     rates = report.rates
     speed.plot(list(rates), list(rates.values()), color=COLOURS[0], marker="o")
@@ -72,8 +84,7 @@ def draw_tuning(report: TuneReport, path: Path) -> None:
     for axes, label in ((speed, "samples per second"), (memory, "peak memory, MiB")):
         axes.set_ylim(bottom=0)
         axes.set_ylabel(label)
-        axes.grid(visible=True, color="#E6E6E6", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        _style(axes)
         if too_large:
             axes.axvline(too_large[0], color="#D55E00", linewidth=1, linestyle="--")
     memory.set_xscale("log", base=2)
@@ -83,15 +94,13 @@ def draw_tuning(report: TuneReport, path: Path) -> None:
     memory.minorticks_off()
     memory.set_xlabel("micro-batch size" + (f" (from {too_large[0]} on it does not fit)" if too_large else ""))
     speed.set_title(f"{report.num_samples} samples per step, {report.device}", loc="left", fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160)
+    _save(figure, path)
 
 
 def draw_comparison(report: ComparisonReport, path: Path) -> None:
     """Draw a bar for each way: time of a sample with what communication adds, peak memory, bytes sent in a step."""
-    figures = import_drawing("matplotlib.figure", [path])
     results = report.results
-    figure = figures.Figure(figsize=(11, 1.6 + 0.36 * len(results)), layout="constrained")
+    figure = _figure(path, 11, 1.6 + 0.36 * len(results))
     time, memory, traffic = figure.subplots(1, 3, sharey=True)
     rows = range(len(results))
     whole = [1e3 * one.seconds_per_sample for one in results]
@@ -121,8 +130,7 @@ def draw_comparison(report: ComparisonReport, path: Path) -> None:
     figure.legend(*time.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False, fontsize=8)
     below = f"{report.device}; effective batch {report.effective_batch_size}; in brackets the number of devices"
     figure.suptitle(f"{report.title}\n{below}", fontsize=10, x=0.01, ha="left")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160)
+    _save(figure, path)
 
 
 _OCTAVES = 4
@@ -133,8 +141,8 @@ def draw_advice(advice: Advice, path: Path) -> None:
     """Draw time and samples over the batch size, with the present size, the best one, and the noise scale."""
     if advice.interval[0] <= 0:
         message = "the noise scale is not known yet: measure more steps to draw it."
-        raise UserError(message)
-    figure = import_drawing("matplotlib.figure", [path]).Figure(figsize=(7, 5), layout="constrained")
+        raise UserError(message, code="unknown-noise")
+    figure = _figure(path, 7, 5)
     time, samples = figure.subplots(2, 1, sharex=True)
     now, best = float(advice.size), max(1.0, advice.best)
     first = max(0.0, math.log2(min(now, best)) - _OCTAVES)
@@ -155,8 +163,7 @@ def draw_advice(advice: Advice, path: Path) -> None:
             axes.plot([size], [height], linestyle="none", marker=mark, color=COLOURS[colour], label=word)
         axes.set_yscale("log")
         axes.set_ylabel(f"{name}, now = 1", fontsize=9)
-        axes.grid(visible=True, color="#E6E6E6", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        _style(axes)
     samples.set_xscale("log", base=2)
     ticks = [2**power for power in range(math.ceil(first), math.floor(last) + 1, 2)]
     samples.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
@@ -166,8 +173,7 @@ def draw_advice(advice: Advice, path: Path) -> None:
     time.set_title(
         f"noise scale {scale} samples (an estimate), {advice.ranks}, {advice.device}", loc="left", fontsize=9
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160)
+    _save(figure, path)
 
 
 _PARTS = 8
@@ -175,7 +181,7 @@ _PARTS = 8
 
 def draw_scaling(report: ScaleReport, path: Path) -> None:
     """Draw a bar for each number of ranks, made of the parts of a step, and the time by bucket size."""
-    figure = import_drawing("matplotlib.figure", [path]).Figure(figsize=(10, 4.2), layout="constrained")
+    figure = _figure(path, 10, 4.2)
     bars, curve = figure.subplots(1, 2, width_ratios=(3, 2))
     last = report.largest
     columns = report.columns
@@ -214,8 +220,6 @@ def draw_scaling(report: ScaleReport, path: Path) -> None:
     else:
         curve.set_axis_off()
     for axes in (bars, curve):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(visible=True, axis="x" if axes is bars else "y", color="#E6E6E6", linewidth=0.6)
+        _style(axes, "x" if axes is bars else "y")
         axes.set_axisbelow(True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160)
+    _save(figure, path)

@@ -9,6 +9,7 @@ from anybatch.diagnostics.step_times import read_steps
 from anybatch.errors import UserError
 from anybatch.events.jsonl import JsonlLog
 from tests.events.recorded_run import micro_batch, step
+from tests.raising import raises
 
 NUM_STEPS = 4
 
@@ -96,5 +97,5 @@ def test_loading_and_health(tmp_path: Path) -> None:
 def test_a_log_without_steps(tmp_path: Path) -> None:
     """A log with fewer than two complete steps raises."""
     (tmp_path / "events.jsonl").touch()
-    with pytest.raises(UserError, match="fewer than two complete steps"):
+    with raises(UserError, "too-few-steps"):
         read_steps(tmp_path)

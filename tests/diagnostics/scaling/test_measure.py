@@ -19,6 +19,7 @@ from anybatch.errors import UserError
 from anybatch.parallel.world import World
 from anybatch.records import PhaseRecord
 from tests.diagnostics.told_lines import note_in
+from tests.raising import raises
 from tests.ranks_fixture import Ranks
 
 NUM_SAMPLES, MICRO_BATCH_SIZE = 14, 3
@@ -166,7 +167,7 @@ def test_parts_of_a_step_by_a_clock() -> None:
 
 def test_numbers_that_cannot_be() -> None:
     """Raise for fewer than 1 rank and fewer than 0 workers."""
-    with pytest.raises(UserError, match="num_workers=-1 must be"):
+    with pytest.raises(UserError):
         RunSettings(num_workers=-1)
-    with pytest.raises(UserError, match=r"ranks=\[0\] must be numbers of at least 1"):
+    with raises(UserError, "ranks-below-one"):
         measure_scaling(train, data, ranks=[0])

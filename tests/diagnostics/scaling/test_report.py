@@ -39,11 +39,6 @@ def test_a_bottleneck() -> None:
     assert "num_workers=2 instead of 0. Predicted: 114.0 ms per step, 57% less." in lines[named + 1]
 
 
-def test_more_ranks_than_cores() -> None:
-    """The report says that ranks share cores."""
-    assert "2 ranks share 1 cores: no strategy makes this linear." in str(made(num_cores=1))
-
-
 @pytest.mark.parametrize(
     ("after", "verdict"),
     [(0.6, "confirmed."), (0.8, "partly confirmed."), (0.97, "not confirmed."), (1.1, "not confirmed.")],
