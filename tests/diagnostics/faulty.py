@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -378,11 +379,6 @@ def weights_of(batch: Batch) -> Tensor:
     return CLASS_WEIGHTS[batch["label"]].sum()
 
 
-def subject(model: Callable[[], Any], loss: Callable[[], Any], batch: Callable[[], Batch]) -> Subject:
-    """Return the subject of a check."""
-    return Subject(model, loss, batch)
-
-
 def mean(function: Any) -> Callable[[], Any]:
     """Return a function that declares a mean over samples."""
     return lambda: ab.mean_over_samples(function)
@@ -391,6 +387,20 @@ def mean(function: Any) -> Callable[[], Any]:
 def group_norm(channels: int) -> nn.Module:
     """Return a per-sample normalization."""
     return nn.GroupNorm(2, channels)
+
+
+def of_layer(
+    between: Callable[[], nn.Module], code: str, where: str, change: str, mended: Callable[[], nn.Module] = nn.Identity
+) -> Fault:
+    """Return the fault of a layer within a perceptron."""
+    wrong, right = (Subject(partial(Encoder, one), mean(separate), vectors) for one in (between, mended))
+    return Fault(wrong, code, where, change, right)
+
+
+def of_loss(loss: Any, mended: Any, where: str, change: str) -> Fault:
+    """Return the fault of a loss that couples samples."""
+    wrong, right = (Subject(Encoder, mean(one), vectors) for one in (loss, mended))
+    return Fault(wrong, "couples_samples", where, change, right)
 
 
 FAULTS: Mapping[str, Fault] = {
@@ -502,54 +512,20 @@ FAULTS: Mapping[str, Fault] = {
         "GroupNorm",
         Subject(lambda: Network(group_norm), mean(classify), images),
     ),
-    "BatchNorm in a perceptron": Fault(
-        Subject(lambda: Encoder(lambda: nn.BatchNorm1d(10)), mean(separate), vectors),
-        "batch_norm",
-        "between",
-        "GroupNorm",
-        Subject(lambda: Encoder(lambda: nn.GroupNorm(2, 10)), mean(separate), vectors),
+    "BatchNorm in a perceptron": of_layer(
+        lambda: nn.BatchNorm1d(10), "batch_norm", "between", "GroupNorm", lambda: nn.GroupNorm(2, 10)
     ),
-    "a normalisation of one's own": Fault(
-        Subject(lambda: Encoder(MinusBatchMean), mean(separate), vectors),
-        "batch_norm",
-        "between",
-        "per sample",
-        Subject(lambda: Encoder(lambda: nn.LayerNorm(10)), mean(separate), vectors),
+    "a normalisation of one's own": of_layer(
+        MinusBatchMean, "batch_norm", "between", "per sample", lambda: nn.LayerNorm(10)
     ),
-    "attention over the batch": Fault(
-        Subject(lambda: Encoder(AcrossBatch), mean(separate), vectors),
-        "couples_samples",
-        "between",
-        "process samples independently",
-        Subject(Encoder, mean(separate), vectors),
+    "attention over the batch": of_layer(AcrossBatch, "couples_samples", "between", "process samples independently"),
+    "a module that counts its calls": of_layer(Memory, "state", "between.calls", "once per optimizer step"),
+    "an attribute that counts calls": of_layer(Counting, "state", "between.number", "once per optimizer step"),
+    "a layer that scales by the batch's maximum": of_layer(
+        ByBatchMaximum, "couples_samples", "between", "process samples independently"
     ),
-    "a module that counts its calls": Fault(
-        Subject(lambda: Encoder(Memory), mean(separate), vectors),
-        "state",
-        "between.calls",
-        "once per optimizer step",
-        Subject(Encoder, mean(separate), vectors),
-    ),
-    "an attribute that counts calls": Fault(
-        Subject(lambda: Encoder(Counting), mean(separate), vectors),
-        "state",
-        "between.number",
-        "once per optimizer step",
-        Subject(Encoder, mean(separate), vectors),
-    ),
-    "a layer that scales by the batch's maximum": Fault(
-        Subject(lambda: Encoder(ByBatchMaximum), mean(separate), vectors),
-        "couples_samples",
-        "between",
-        "process samples independently",
-        Subject(Encoder, mean(separate), vectors),
-    ),
-    "inputs scaled by the batch's maximum": Fault(
-        Subject(Encoder, mean(scaled_by_maximum), vectors),
-        "couples_samples",
-        "inputs of the model",
-        "constants of the data set",
-        Subject(Encoder, mean(separate), vectors),
+    "inputs scaled by the batch's maximum": of_loss(
+        scaled_by_maximum, separate, "inputs of the model", "constants of the data set"
     ),
     "another padding than was declared": Fault(
         Subject(LanguageModel, lambda: ab.mean_over_tokens(predict_padded, shift=False), padded),
@@ -558,20 +534,10 @@ FAULTS: Mapping[str, Fault] = {
         "ab.mean_over_tokens(loss, labels='labels', ignore_index=0, shift=False)",
         Subject(LanguageModel, lambda: ab.mean_over_tokens(predict_padded, ignore_index=0, shift=False), padded),
     ),
-    "gradients of parameters in the loss": Fault(
-        Subject(Encoder, mean(with_gradient_norm), vectors),
-        "couples_samples",
-        "gradients in the loss",
-        "gradients with respect to inputs",
-        Subject(Encoder, mean(smoothness), vectors),
+    "gradients of parameters in the loss": of_loss(
+        with_gradient_norm, smoothness, "gradients in the loss", "gradients with respect to inputs"
     ),
-    "samples mixed with drawn ones": Fault(
-        Subject(Encoder, mean(mixed_up), vectors),
-        "couples_samples",
-        "inputs of the model",
-        "constants of the data set",
-        Subject(Encoder, mean(separate), vectors),
-    ),
+    "samples mixed with drawn ones": of_loss(mixed_up, separate, "inputs of the model", "constants of the data set"),
 }
 HELD: Mapping[str, Subject] = {
     "noise in evaluation mode": Subject(lambda: Encoder(Noise), mean(separate), vectors),

@@ -23,7 +23,6 @@ from anybatch.planner.forecast.forecast import largest_worlds
 from anybatch.planner.forecast.workload import Cluster
 from anybatch.recipes.load import MeasuredJob
 from tests.cli.small import SPEC
-from tests.diagnostics.told_lines import note_in
 from tests.raising import raises
 
 
@@ -126,11 +125,6 @@ def test_what_the_figures_say() -> None:
     assert "  FSDP accumulated: no reason" in text
 
 
-def test_nothing_measured_is_said() -> None:
-    """A report without results has reasons and no table."""
-    assert "nothing could be measured." in str(report())
-
-
 def test_a_variance_is_handed_on_with_the_gradient_only() -> None:
     """A way with the native gradient gets its variance; one with another gradient or batch does not."""
     native = result("native", 1.0)
@@ -140,13 +134,7 @@ def test_a_variance_is_handed_on_with_the_gradient_only() -> None:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file for the progress messages of a comparison."""
-    return tmp_path_factory.mktemp("told") / "words"
-
-
-@pytest.fixture(scope="module")
-def measured(told: Path) -> ComparisonReport:
+def measured() -> ComparisonReport:
     """Return the comparison of a small job, in all ways, on two ranks."""
     job = MeasuredJob(recipe=SPEC, config=RunConfig(effective_batch_size=16))
     return compare(
@@ -155,20 +143,7 @@ def measured(told: Path) -> ComparisonReport:
         effective_batch_size=16,
         micro_batch_size=2,
         num_rounds=1,
-        tell=partial(note_in, told),
     )
-
-
-@pytest.mark.ranks
-def test_what_is_done_next_is_told_once(measured: ComparisonReport, told: Path) -> None:
-    """One rank reports each way once for memory and gradient, and once for its steps."""
-    lines = told.read_text(encoding="utf-8").splitlines()
-    names = [one.way.name for one in measured.results]
-
-    assert lines[0] == "the un-split batch"
-    for place, name in enumerate(names, 1):
-        assert lines[place] == f"memory and gradient of {name}, {place} of {len(names)} ways"
-    assert [line.partition(",")[0] for line in lines[len(names) + 1 :]] == [f"steps of {name}" for name in names]
 
 
 @pytest.mark.ranks
