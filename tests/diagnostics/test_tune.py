@@ -1,6 +1,7 @@
 """`tune` times whole steps at many sizes, recommends the smallest of the fastest, and judges data loading."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -282,3 +283,42 @@ def test_what_is_timed_is_what_is_trained() -> None:
     )
 
     torch.testing.assert_close(model.weight, before)
+
+
+def test_time_is_bounded() -> None:
+    """One round always runs, and no other starts after the time limit."""
+    clock = Clock()
+    model = Model(clock)
+    tuned(clock, model, micro_batch_sizes=[24, 48], most_seconds=1.0)
+
+    assert len(model.sizes) == 2 + 1 + (2 + 2) + (1 + 1) + (2 + 1)
+
+
+class Counted(torch.utils.data.IterableDataset[torch.Tensor]):
+    """A dataset without an index."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.randn(24, 5)
+
+
+@pytest.mark.slow
+def test_streams() -> None:
+    """An iterable dataset can be tuned like any other data."""
+    clock = Clock()
+    report = tune(
+        spec(Model(clock), lambda named: torch.optim.SGD(named, lr=1e-6)),
+        lambda _: ab.batches(Counted(), effective_batch_size=12, shuffle=False),
+        num_workers=[0],
+        clock=clock,
+        world=ab.World(),
+    )
+
+    assert list(report.rates) == [2, 3, 6, 12]
+    assert len(report.loading) == 1
+
+
+def test_batch_norm_is_said() -> None:
+    """With BatchNorm the full batch is recommended, with the reason."""
+    report = dataclasses.replace(report_of(), num_batch_norms=2)
+    assert report.recommended == 32
+    assert "2 BatchNorm layers normalise within each micro-batch" in str(report)

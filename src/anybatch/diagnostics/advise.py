@@ -29,23 +29,14 @@ HARDLY = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdviceRow:
-    """One batch size against the present one, which is 1.
+    """One batch size against the present one, which is 1."""
 
-    Attributes:
-        name: why it is in the table.
-        size: samples.
-        steps: steps to the same loss.
-        samples: samples to the same loss.
-        seconds: time to the same loss, by the noise scale itself.
-        interval: the same by both ends of the noise scale's interval, the smaller first.
-    """
-
-    name: str
-    size: float
-    steps: float
+    name: str  # why it is in the table
+    size: float  # samples
+    steps: float  # to the same loss, as the rest
     samples: float
-    seconds: float
-    interval: tuple[float, float]
+    seconds: float  # by the noise scale itself
+    interval: tuple[float, float]  # of seconds, by both ends of the noise scale's interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,25 +31,14 @@ _MEBIBYTE = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeResult:
-    """Whole steps at one micro-batch size.
-
-    Attributes:
-        size: samples of a micro-batch.
-        num_micro_batches: of them in a step.
-        samples_per_second: of whole steps, update included; None if memory ran out.
-        peak_bytes: the most memory of a step, as `TuneReport.counted` says; None if memory ran out, or the device does
-            not report it.
-        is_estimated: it is much slower than others by its first micro-batches, and whole steps were not made.
-        of_the_fastest: quartiles of the rate relative to the fastest size in the same round; None where it was
-            measured once.
-    """
+    """Whole steps at one micro-batch size."""
 
     size: int
-    num_micro_batches: int
-    samples_per_second: float | None
-    peak_bytes: int | None
-    is_estimated: bool = False
-    of_the_fastest: tuple[float, float] | None = None
+    num_micro_batches: int  # in a step
+    samples_per_second: float | None  # of whole steps, with the update; None if memory ran out
+    peak_bytes: int | None  # of a step; None if memory ran out or is not reported
+    is_estimated: bool = False  # from its first micro-batches, without whole steps
+    of_the_fastest: tuple[float, float] | None = None  # quartiles relative to the fastest; None if measured once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
