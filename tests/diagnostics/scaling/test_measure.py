@@ -1,4 +1,4 @@
-"""Measurements of ranks: steps without reduction, the requested buckets, and every kind of step."""
+"""Measurements of ranks: steps without reduction, the buckets to try, and every kind of step."""
 
 from functools import partial
 from pathlib import Path
@@ -6,19 +6,28 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import anybatch as ab
 from anybatch.data.batches import Batches
 from anybatch.diagnostics.repeated_steps import without_reduction
 from anybatch.diagnostics.scale import measure_scaling, scale_on_ranks
-from anybatch.diagnostics.scaling_ranks import RankTimes, RunSettings, ScaleRequest, measure_ranks
+from anybatch.diagnostics.scaling_ranks import (
+    USUAL_SIZES,
+    RankTimes,
+    RunSettings,
+    ScaleRequest,
+    bucket_cuts,
+    buckets_of,
+    measure_ranks,
+)
 from anybatch.diagnostics.step_times import PhaseClock
 from anybatch.engine.arguments import TrainSpec
 from anybatch.engine.engine import Engine
 from anybatch.errors import UserError
+from anybatch.parallel.gradient_buckets import GradientBuffers
 from anybatch.parallel.world import World
 from anybatch.records import PhaseRecord
-from tests.diagnostics.told_lines import note_in
 from tests.raising import raises
 from tests.ranks_fixture import Ranks
 
@@ -77,6 +86,12 @@ def request(**changed: Any) -> ScaleRequest:
     settings = RunSettings(micro_batch_size=MICRO_BATCH_SIZE, bucket_bytes=1)
     values: dict[str, Any] = {"train": train, "data": data, "settings": settings, "most_seconds": 0.01, "device": "cpu"}
     return ScaleRequest(**values | changed)
+
+
+def note_in(file: Path, words: str) -> None:
+    """Append a line, from any process."""
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(f"{words}\n")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -167,3 +182,35 @@ def test_numbers_that_cannot_be() -> None:
         RunSettings(num_workers=-1)
     with raises(UserError, "ranks-below-one"):
         measure_scaling(train, data, ranks=[0])
+
+
+SIZES = (8, 400, 40, 4, 4000, 100, 12)
+
+
+def test_buckets_are_those_of_the_strategy() -> None:
+    """`buckets_of` and `GradientBuffers` give the same bytes per bucket, for the same parameters in the same order."""
+    parameters = [nn.Parameter(torch.zeros(size // 4)) for size in SIZES]
+    for bucket_bytes in (1, 12, 100, 113, 4000, 4100, 10**6):
+        buffers = GradientBuffers(parameters, bucket_bytes=bucket_bytes)
+        found = tuple(flat.numel() * flat.itemsize for flat in buffers.flats)
+        buffers.close()
+        assert buckets_of(SIZES, bucket_bytes) == found
+
+
+def test_sizes_that_make_the_same_buckets_are_one_trial() -> None:
+    """For a small model all default sizes give one bucket; model-specific sizes and the size in use are added."""
+    cuts = bucket_cuts(SIZES, None, current=1)
+
+    total = sum(SIZES)
+    assert [cut.num_buckets for cut in cuts] == sorted((cut.num_buckets for cut in cuts), reverse=True)
+    assert (cuts[0].num_buckets, cuts[0].sizes) == (len(SIZES), (1,))
+    assert cuts[-1].num_buckets == 1
+    assert set(USUAL_SIZES) <= set(cuts[-1].sizes)
+    assert total in cuts[-1].sizes
+    assert len({buckets_of(SIZES, cut.sizes[0]) for cut in cuts}) == len(cuts)
+
+
+def test_sizes_that_were_asked_for() -> None:
+    """Only the requested sizes and the one in use are tried, without sizes below the strategy's minimum."""
+    assert {size for cut in bucket_cuts(SIZES, [50, 200], current=7) for size in cut.sizes} == {7, 50, 200}
+    assert {size for cut in bucket_cuts(SIZES, [50, 200], current=7, least=60) for size in cut.sizes} == {7, 200}
