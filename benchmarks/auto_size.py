@@ -28,7 +28,7 @@ from anybatch.engine.arguments import TrainSpec
 from anybatch.engine.micro_batch_size.search import Auto
 from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.trace.step_spec import StepSpec
-from anybatch.recipes.planning.size_limit import planned_largest
+from anybatch.recipes.planning.plan import planned_largest
 from anybatch.testing import memory_budget
 
 NUM_CHOICES = 3

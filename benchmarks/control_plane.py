@@ -32,8 +32,8 @@ import anybatch as ab
 from anybatch.core.collectives import Link, bruck_all_gather, doubling_all_reduce, gloo_all_reduce, sum_rounds
 from anybatch.parallel.control import ControlGroup, PendingMessage, _sum
 from anybatch.parallel.world import World
-from anybatch.planner.forecast.forecast import ControlMessages
-from anybatch.planner.forecast.workload import CONTROL_LATENCY_SECONDS
+from anybatch.planner.forecast import ControlMessages
+from anybatch.planner.forecast_report import CONTROL_LATENCY_SECONDS
 from anybatch.testing import RankPool
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts come from the tests

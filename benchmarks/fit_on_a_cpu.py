@@ -28,9 +28,8 @@ from torch import nn
 import anybatch as ab
 from anybatch.core.loss import Loss
 from anybatch.errors import MemoryExhaustedError, UserError
-from anybatch.planner.proposals.changes import code_of
-from anybatch.recipes.planning.library_models import class_loss, own_loss
-from anybatch.recipes.planning.plan_subject import adamw
+from anybatch.planner.changes import code_of
+from anybatch.recipes.planning.subjects import adamw, class_loss, own_loss
 from anybatch.testing import memory_budget
 
 CHANGES = (

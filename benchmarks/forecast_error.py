@@ -31,8 +31,8 @@ from anybatch.core.collectives import Link
 from anybatch.core.geometry import SecondsFit
 from anybatch.parallel.all_reduce import AllReduce
 from anybatch.parallel.world import World
-from anybatch.planner.forecast.forecast import forecast
-from anybatch.planner.forecast.workload import Cluster, Workload
+from anybatch.planner.forecast import forecast
+from anybatch.planner.forecast_report import Cluster, Workload
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts come from the tests
 from tests.hosts import NoHostsError, hosts

@@ -23,7 +23,7 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.memory.trace import MemoryTrace, Phase
-from anybatch.recipes.planning.library_models import own_loss
+from anybatch.recipes.planning.subjects import own_loss
 
 MEBIBYTE, GIBIBYTE = 2**20, 2**30
 GUIDE = "https://huggingface.co/docs/transformers/v4.27.2/en/perf_train_gpu_one"

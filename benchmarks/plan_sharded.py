@@ -29,8 +29,8 @@ from anybatch.memory.ledger import MemoryLedger
 from anybatch.parallel.fsdp import FSDP
 from anybatch.parallel.sharding import Sharding
 from anybatch.parallel.strategy import Strategy
-from anybatch.planner.cost.caching_allocator import replay
-from anybatch.planner.proposals.fit import smallest_world
+from anybatch.planner.caching_allocator import replay
+from anybatch.planner.fit import smallest_world
 from anybatch.planner.trace.fake_ranks import resizes_booked
 from anybatch.planner.trace.step_spec import NUM_MICRO_BATCHES
 from anybatch.planner.trace.step_trace import trace_step

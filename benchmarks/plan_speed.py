@@ -105,7 +105,7 @@ def sharded(name: str, checkpointing: str, world_size: int, micro_batch_size: in
 
     from anybatch.parallel.fsdp import FSDP  # noqa: PLC0415
     from anybatch.parallel.sharding import Sharding  # noqa: PLC0415
-    from anybatch.planner.cost.caching_allocator import replay  # noqa: PLC0415
+    from anybatch.planner.caching_allocator import replay  # noqa: PLC0415
     from anybatch.planner.trace.step_trace import trace_step  # noqa: PLC0415
 
     shape = replace(getattr(llama, name), checkpointing=checkpointing)

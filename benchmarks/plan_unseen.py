@@ -37,9 +37,9 @@ from torch.profiler import record_function
 
 import anybatch as ab
 from anybatch.errors import UserError
-from anybatch.planner.cost.calibration import measure_rates
-from anybatch.planner.cost.step_time import Rates
-from anybatch.planner.report import Plan
+from anybatch.planner.calibration import measure_rates
+from anybatch.planner.plan import Plan
+from anybatch.planner.step_time import Rates
 
 MEBIBYTE = 2**20
 MICRO_BATCH, NUM_MICRO_BATCHES = 4, 2
@@ -138,7 +138,7 @@ def small_config(kind: str) -> Any:  # noqa: ANN401 (of transformers)
     """Return a small configuration of a model type, with its most common training class."""
     import transformers  # noqa: PLC0415
 
-    from anybatch.recipes.planning.library_models import _class_of  # noqa: PLC0415 (as `anybatch plan` does it)
+    from anybatch.recipes.planning.subjects import _class_of  # noqa: PLC0415 (as `anybatch plan` does it)
 
     config = transformers.AutoConfig.for_model(kind)
     known = config.to_dict()

@@ -12,8 +12,8 @@ import report
 
 from anybatch.core.collectives import Link
 from anybatch.core.geometry import SecondsFit
-from anybatch.planner.forecast.forecast import forecast
-from anybatch.planner.forecast.workload import Cluster, Workload
+from anybatch.planner.forecast import forecast
+from anybatch.planner.forecast_report import Cluster, Workload
 
 NETWORK, WITHIN = 5e-6, 2e-6
 NVLINK_V100, NVLINK_P100, PCIE = 150e9, 80e9, 12e9  # bytes/s in one direction: 6 links of 25, 4 of 20; PCIe 3.0 x16

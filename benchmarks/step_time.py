@@ -25,9 +25,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.memory.ledger import MemoryLedger
-from anybatch.planner.cost.calibration import measure_rates
-from anybatch.planner.cost.operations import OperationRecorder
-from anybatch.planner.cost.step_time import CostLine, CostTrace, Rates, fit_costs, step_seconds
+from anybatch.planner.calibration import measure_rates
+from anybatch.planner.operations import OperationRecorder
+from anybatch.planner.step_time import CostLine, CostTrace, Rates, fit_costs, step_seconds
 
 TRACED = (2, 3)
 NUM_STEPS = 9

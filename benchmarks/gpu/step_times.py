@@ -26,9 +26,9 @@ from torch import nn
 import anybatch as ab
 from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.errors import UserError
-from anybatch.planner.cost.calibration import measure_rates
-from anybatch.planner.cost.devices import find_device
-from anybatch.planner.cost.step_time import CostLine, Rates, StepSeconds, rates_of, step_seconds
+from anybatch.planner.calibration import measure_rates
+from anybatch.planner.devices import find_device
+from anybatch.planner.step_time import CostLine, Rates, StepSeconds, rates_of, step_seconds
 
 TITLE = "Predicted against measured step times"
 TIMES = "Step times in ms, predicted and measured; rates from the data sheet (not calibrated) and measured (calibrated)"

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from anybatch.planner.envelopes import Envelopes
-from anybatch.planner.report import Plan
+from anybatch.planner.plan import Plan
 from anybatch_guide.memory.planning import OFFERED, PlanRequest, Traced, Variant, planned, trace
 from anybatch_guide.memory.tables import DEVICE_NAMES, EFFECTIVE_BATCH_SIZES, NUM_RANKS
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from anybatch.memory.timeline import ORDER, timeline
+from anybatch.memory.trace import ORDER, timeline
 from anybatch_guide.experiments import memory_limit
 from anybatch_guide.memory.accumulated import AccumulationConfig, measure_accumulated
 from anybatch_guide.memory.plain_step import trace_plain_step, try_plain_step

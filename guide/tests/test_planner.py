@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import anybatch as ab
-from anybatch.planner.report import Plan
+from anybatch.planner.plan import Plan
 from anybatch_guide.experiments.memory_planner import properties_of
 from anybatch_guide.memory.planning import PlanRequest, Variant, planned
 from anybatch_guide.memory.tables import DEVICE_NAMES, micro_batch_size, rank_shares, tables

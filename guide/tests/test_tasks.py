@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anybatch.memory.ledger import MemoryLedger
-from anybatch.memory.timeline import timeline
+from anybatch.memory.trace import timeline
 from anybatch_guide.mistakes.windows import windows
 from anybatch_guide.setting import SAMPLE_BYTES
 from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, TaskName, cross_entropy, load

@@ -1,7 +1,7 @@
 """Why more ranks are not proportionally faster: measured here with `measure_scaling`, forecast with `forecast`."""
 
 from anybatch.diagnostics.scale import measure_scaling, scale_on_ranks
-from anybatch.planner.forecast.forecast import forecast
-from anybatch.planner.forecast.workload import Cluster, Workload
+from anybatch.planner.forecast import forecast
+from anybatch.planner.forecast_report import Cluster, Workload
 
 __all__ = ["Cluster", "Workload", "forecast", "measure_scaling", "scale_on_ranks"]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from anybatch.diagnostics.memory_pictures import MemoryBar, cells_of, colours_of
-from anybatch.memory.timeline import ORDER
+from anybatch.memory.trace import ORDER
 
 MIB = 2**20
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from anybatch.diagnostics.memory_pictures import MemoryPicture, draw_memory
 from anybatch.diagnostics.stacked_areas import highest_moments, make_figure
 from anybatch.errors import UserError
-from anybatch.memory.timeline import MemoryTimeline, timeline
-from anybatch.memory.trace import Allocation, MemoryTrace, Phase
+from anybatch.memory.trace import Allocation, MemoryTimeline, MemoryTrace, Phase, timeline
 from tests.raising import raises
 
 MIB = 2**20

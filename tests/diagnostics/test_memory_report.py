@@ -15,7 +15,7 @@ from anybatch.diagnostics import record_memory
 from anybatch.diagnostics.memory_report import UNSEEN, MemoryRecording, MemoryReport
 from anybatch.errors import UserError
 from anybatch.memory.device_memory import MemoryInUse
-from anybatch.memory.timeline import MemoryTimeline
+from anybatch.memory.trace import MemoryTimeline
 from tests.engine.cases import InMemory
 from tests.planner.profiled import most_allocated
 from tests.raising import raises

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from anybatch.memory.host_memory import HostReading, HostRoom, device_name, read_host
+from anybatch.memory.device_memory import HostReading, HostRoom, device_name, read_host
 
 MEBIBYTE = 2**20
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anybatch.core.units import Reserve
-from anybatch.memory.timeline import ORDER, timeline
-from anybatch.memory.trace import Allocation, Category, MemoryTrace, Phase
+from anybatch.memory.trace import ORDER, Allocation, Category, MemoryTrace, Phase, timeline
 
 KIB = 1024
 

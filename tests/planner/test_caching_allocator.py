@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anybatch.memory.trace import fit
-from anybatch.planner.cost.caching_allocator import largest_that_fits, replay, rounded_bytes
+from anybatch.planner.caching_allocator import largest_that_fits, replay, rounded_bytes
 from tests.planner.naive_allocator import replay_naively
 from tests.planner.traced_programs import trace_of
 

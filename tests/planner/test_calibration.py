@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from anybatch.memory.torch_internals import FakeTensorMode
-from anybatch.planner.cost import calibration
-from anybatch.planner.cost.calibration import Program, measure_rates, programs, rates_from, small_program
-from anybatch.planner.cost.step_time import Operation, operation_seconds
+from anybatch.planner import calibration
+from anybatch.planner.calibration import Program, measure_rates, programs, rates_from, small_program
+from anybatch.planner.step_time import Operation, operation_seconds
 
 
 class Meter:

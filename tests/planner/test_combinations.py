@@ -19,13 +19,9 @@ from anybatch.diagnostics.memory_report import record_memory
 from anybatch.engine import bf16_weights
 from anybatch.engine.bf16_weights import Bf16Weights
 from anybatch.errors import CannotPlanError, UserError
+from anybatch.planner import fit
 from anybatch.planner.budget import budget_of
-from anybatch.planner.cost.devices import DEVICES, devices_of
-from anybatch.planner.cost.step_time import StepSeconds
-from anybatch.planner.envelopes import find_envelopes
-from anybatch.planner.plan import make_plan
-from anybatch.planner.proposals import fit
-from anybatch.planner.proposals.changes import (
+from anybatch.planner.changes import (
     Change,
     all_changes,
     changed,
@@ -33,15 +29,18 @@ from anybatch.planner.proposals.changes import (
     optimizer_name,
     possible_changes,
 )
-from anybatch.planner.proposals.fit import (
+from anybatch.planner.devices import DEVICES, devices_of
+from anybatch.planner.envelopes import find_envelopes
+from anybatch.planner.fit import (
     Answer,
     Combination,
     PlanTarget,
     find_combination,
     simplest_of_the_fastest,
 )
-from anybatch.planner.proposals.stand_ins import AdamW8bit, FourBitLinear, LoraLinear
-from anybatch.planner.report import Plan, as_json
+from anybatch.planner.plan import Plan, as_json, make_plan
+from anybatch.planner.stand_ins import AdamW8bit, FourBitLinear, LoraLinear
+from anybatch.planner.step_time import StepSeconds
 from anybatch.planner.trace.step_spec import StepSpec, built
 from anybatch.planner.trace.step_trace import trace_step
 from tests.planner.step_specs import step_spec

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from anybatch.core.units import UNITS, parse_bytes
 from anybatch.errors import UserError
-from anybatch.planner.cost.devices import DEVICES, find_device, parse_budget
+from anybatch.planner.devices import DEVICES, find_device, parse_budget
 
 GIB = 1 << 30
 

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from anybatch.errors import CannotPlanError
 from anybatch.memory.ledger import MemoryLedger
-from anybatch.planner.trace.fake_model import build, fake_batch, fake_twin
+from anybatch.planner.trace.step_spec import build, fake_batch, fake_twin
 
 
 class Tied(nn.Module):

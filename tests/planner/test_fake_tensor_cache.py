@@ -16,7 +16,6 @@ from anybatch.memory.trace import MemoryTrace, in_order
 from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.trace import fake_tensor_cache
 from anybatch.planner.trace.cuda_emulation import Profile
-from anybatch.planner.trace.data_reads import HostReads
 from anybatch.planner.trace.fake_tensor_cache import (
     FakeLedger,
     ResultCache,
@@ -24,6 +23,7 @@ from anybatch.planner.trace.fake_tensor_cache import (
     metadata_of,
     storage_of,
 )
+from anybatch.planner.trace.refusals import HostReads
 from anybatch.planner.trace.step_spec import StepSpec
 from tests.planner.step_specs import step_spec
 

@@ -21,17 +21,24 @@ from anybatch.core.geometry import SecondsFit
 from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import PlanError, UserError
 from anybatch.parallel.control import ControlGroup, PendingMessage
-from anybatch.planner.forecast import one_rank
-from anybatch.planner.forecast.forecast import (
+from anybatch.planner.forecast import (
     GLOO_THREADS,
     ControlMessages,
     _sharded_micro_batch,
     all_reduce_seconds,
     expected_maximum,
     forecast,
+    time_one_rank,
 )
-from anybatch.planner.forecast.forecast_report import USEFUL_GAIN, draw_forecast
-from anybatch.planner.forecast.workload import CONTROL_LATENCY_SECONDS, Algorithm, Cluster, StrategyName, Workload
+from anybatch.planner.forecast_report import (
+    CONTROL_LATENCY_SECONDS,
+    USEFUL_GAIN,
+    Algorithm,
+    Cluster,
+    StrategyName,
+    Workload,
+    draw_forecast,
+)
 from tests.ranks_fixture import Ranks
 
 FREE = Link(0.0, math.inf)
@@ -246,7 +253,7 @@ def test_the_parts_of_one_rank(size: int) -> None:
         train = TrainSpec(model=model, optimizer=SGD(model.parameters(), lr=0.1), loss=ab.mean_over_samples(loss))
         return train, lambda _workers: ab.batches(torch.randn(num_samples, 3), effective_batch_size=num_samples)
 
-    found = one_rank.time_one_rank(job, size, clock=lambda: now[0])
+    found = time_one_rank(job, size, clock=lambda: now[0])
 
     assert found.update_seconds == pytest.approx(update)
     assert found.micro_batch.seconds(size) == pytest.approx(fixed + each * size)
@@ -254,7 +261,7 @@ def test_the_parts_of_one_rank(size: int) -> None:
     assert (found.gradient_bytes, found.num_parameters) == (4 * (3 * 2 + 2), 2)
     fixed, each, update = 0.0, -0.01, 1.0
     with pytest.raises(PlanError):
-        one_rank.time_one_rank(job, size, clock=lambda: now[0])
+        time_one_rank(job, size, clock=lambda: now[0])
 
 
 def control_bytes_of_a_step(counts_need_data: bool) -> tuple[dict[str, int], int]:

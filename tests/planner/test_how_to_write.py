@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from anybatch.planner.budget import budget_of
+from anybatch.planner.changes import all_changes, code_of, named_change, sharded_in_bfloat16
 from anybatch.planner.plan import make_plan
-from anybatch.planner.proposals.changes import all_changes, code_of, named_change, sharded_in_bfloat16
-from anybatch.planner.proposals.stand_ins import linear_names
+from anybatch.planner.stand_ins import linear_names
 from tests.planner.test_combinations import Net, adamw, spec_of
 
 

@@ -26,8 +26,7 @@ from anybatch.planner.measurements import (
     subject,
     versions_here,
 )
-from anybatch.planner.plan import make_plan
-from anybatch.planner.report import Plan
+from anybatch.planner.plan import Plan, make_plan
 from anybatch.planner.verification import Verification, keep, verify
 from tests.planner.test_verification import SPEC
 

@@ -19,7 +19,7 @@ from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.trace import MemoryEnvelope, fit, in_order
 from anybatch.planner.budget import Budget
 from anybatch.planner.envelopes import Envelopes, find_envelopes
-from anybatch.planner.proposals.fit import Fit, PlanTarget, fit_of
+from anybatch.planner.fit import Fit, PlanTarget, fit_of
 from anybatch.planner.trace import refusals
 from anybatch.planner.trace.cuda_emulation import Profile
 from anybatch.planner.trace.step_spec import NUM_MICRO_BATCHES, StepSpec

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.trace import Phase
-from anybatch.planner.cost.operations import OperationRecorder
-from anybatch.planner.cost.step_time import CostTrace, Operation
+from anybatch.planner.operations import OperationRecorder
+from anybatch.planner.step_time import CostTrace, Operation
 from anybatch.planner.trace.fake_tensor_cache import FakeLedger
 
 

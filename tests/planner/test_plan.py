@@ -15,17 +15,15 @@ from torch.utils.checkpoint import checkpoint
 import anybatch as ab
 from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import UserError
+from anybatch.planner import fit
 from anybatch.planner.budget import budget_of
-from anybatch.planner.cost.caching_allocator import largest_that_fits
+from anybatch.planner.caching_allocator import largest_that_fits
+from anybatch.planner.changes import changed as with_changes
+from anybatch.planner.changes import possible_changes
 from anybatch.planner.envelopes import find_envelopes
-from anybatch.planner.plan import make_plan
-from anybatch.planner.proposals import fit
-from anybatch.planner.proposals.changes import changed as with_changes
-from anybatch.planner.proposals.changes import possible_changes
-from anybatch.planner.proposals.fit import PlanTarget, fit_of, propose
-from anybatch.planner.report import Plan, draw_plan
-from anybatch.planner.trace.checkpointing import Keeping, checkpoint_blocks
-from anybatch.planner.trace.step_spec import StepSpec
+from anybatch.planner.fit import PlanTarget, fit_of, propose
+from anybatch.planner.plan import Plan, draw_plan, make_plan
+from anybatch.planner.trace.step_spec import Keeping, StepSpec, checkpoint_blocks
 from anybatch.planner.trace.step_trace import trace_step
 from tests.planner.step_specs import changed, step_spec
 

@@ -16,11 +16,11 @@ from anybatch.errors import CannotPlanError, CompositionError
 from anybatch.memory.trace import Category, MemoryTrace
 from anybatch.parallel.fsdp import FSDP
 from anybatch.parallel.strategy import Strategy
-from anybatch.planner.cost.caching_allocator import replay
-from anybatch.planner.cost.devices import DEVICES
-from anybatch.planner.cost.step_time import rates_of
+from anybatch.planner.caching_allocator import replay
+from anybatch.planner.devices import DEVICES
 from anybatch.planner.envelopes import find_envelopes
-from anybatch.planner.proposals.fit import smallest_world
+from anybatch.planner.fit import smallest_world
+from anybatch.planner.step_time import rates_of
 from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.planner.trace.step_trace import trace_step
 from tests.planner.sharded_model import (

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anybatch.errors import PlanError
-from anybatch.planner.cost.devices import DEVICES, find_device
-from anybatch.planner.cost.step_time import (
+from anybatch.planner.devices import DEVICES, find_device
+from anybatch.planner.step_time import (
     UNMEASURED_BAND,
     CostTrace,
     Operation,

@@ -14,8 +14,8 @@ from torch import nn
 import anybatch as ab
 from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import UserError
-from anybatch.planner.cost.step_time import Rates
-from anybatch.planner.report import Plan
+from anybatch.planner.plan import Plan
+from anybatch.planner.step_time import Rates
 
 RATES = Rates(
     name="made up",

@@ -15,7 +15,7 @@ from anybatch.engine.arguments import TrainSpec
 from anybatch.engine.micro_batch_size.search import Auto
 from anybatch.errors import CannotPlanError, PlanError
 from anybatch.recipes import prepare
-from anybatch.recipes.planning.size_limit import Largest, planned_largest
+from anybatch.recipes.planning.plan import Largest, planned_largest
 from anybatch.recipes.session import train
 from anybatch.testing import memory_budget
 

@@ -12,11 +12,8 @@ import transformers
 from torch import nn
 
 from anybatch.errors import UserError
-from anybatch.recipes.planning.decoder import Decoder, DecoderBlock
-from anybatch.recipes.planning.known_models import KNOWN_MODELS, DecoderConfig
-from anybatch.recipes.planning.library_models import subject_of_config
-from anybatch.recipes.planning.plan_subject import PlanSubject
-from anybatch.recipes.planning.subjects import load_subject
+from anybatch.recipes.planning.decoder import KNOWN_MODELS, Decoder, DecoderBlock, DecoderConfig
+from anybatch.recipes.planning.subjects import PlanSubject, load_subject, subject_of_config
 from tests.extras import skip_without
 
 skip_without("sklearn", "anybatch[recipes]")

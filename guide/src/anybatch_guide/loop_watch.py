@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from anybatch.core.records import EndRecord, MicroBatchRecord, SpanEvent, StartRecord, StepRecord
 from anybatch.errors import NonFiniteError
 from anybatch.memory.ledger import MemoryLedger
-from anybatch.memory.timeline import timeline
+from anybatch.memory.trace import timeline
 from anybatch_guide.micro_batch_view import MicroBatchView
 from anybatch_guide.mistakes.windows import items
 from anybatch_guide.run_metrics import RunMetrics

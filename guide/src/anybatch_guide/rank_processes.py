@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from anybatch.core.records import MicroBatchRecord, Record
 from anybatch.errors import AnyBatchError, RankFailedError
-from anybatch.memory.timeline import MemoryTimeline
+from anybatch.memory.trace import MemoryTimeline
 from anybatch.parallel.launchers import listen_at_loopback, rank_context
 from anybatch.testing.ranks import PRELOADED
 from anybatch_guide.lines import NOT_SHOWN

@@ -11,7 +11,7 @@ from torch import nn
 
 from anybatch.core.records import EndRecord, MicroBatchRecord, OutOfMemoryRecord, Record, ReductionRecord, StepRecord
 from anybatch.errors import NonFiniteError
-from anybatch.memory.timeline import MemoryTimeline
+from anybatch.memory.trace import MemoryTimeline
 from anybatch_guide.experiment import Data
 from anybatch_guide.lines import RecordLines, finite
 from anybatch_guide.setting import PlaygroundSetting

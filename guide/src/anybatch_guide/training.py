@@ -14,7 +14,7 @@ from anybatch.data.batches import Batches, batches
 from anybatch.diagnostics.memory_report import record_memory
 from anybatch.engine.engine import Engine
 from anybatch.errors import MemoryExhaustedError, NonFiniteError
-from anybatch.memory.timeline import MemoryTimeline
+from anybatch.memory.trace import MemoryTimeline
 from anybatch.norms import Ghost, Policy, PolicyName
 from anybatch.testing import memory_budget
 from anybatch_guide.micro_batch_view import MicroBatchView, ViewObserver

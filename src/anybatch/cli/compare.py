@@ -63,8 +63,8 @@ def run(words: Sequence[str]) -> int:
             tell=tell,
         )
     if given.link is not None:
-        from anybatch.planner.forecast.forecast import largest_worlds
-        from anybatch.planner.forecast.workload import Cluster
+        from anybatch.planner.forecast import largest_worlds
+        from anybatch.planner.forecast_report import Cluster
 
         report = dataclasses.replace(report, largest_worlds=largest_worlds(report, Cluster(link=given.link)))
     print_report("", report, draw_comparison, given)

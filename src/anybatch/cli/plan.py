@@ -15,7 +15,7 @@ from anybatch.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-    from anybatch.planner.cost.devices import Device
+    from anybatch.planner.devices import Device
 
 _DESCRIPTION = (
     "Predict the micro-batch size that fits into a device, the memory of a step by category, and changes that would "
@@ -41,7 +41,7 @@ def run(words: Sequence[str]) -> int:
     given = vars(parser.parse(words))
     asked = changes_of(given, parser)
     with frozen_imports():
-        import anybatch.planner.report
+        import anybatch.planner.plan
         import anybatch.planner.verification
         import anybatch.recipes.planning.plan  # noqa: F401 (imported here, with its garbage collection frozen)
     return plan_subject(given.pop("what"), **given, **asked)
@@ -181,9 +181,9 @@ def plan_subject(
     **choices: Any,  # noqa: ANN401 (passed on)
 ) -> int:
     """Print the plan of a recipe or model; return the exit status (out of memory if nothing fits)."""
-    from anybatch.planner.cost.calibration import measure_rates
+    from anybatch.planner.calibration import measure_rates
     from anybatch.planner.measurements import KnownDevices
-    from anybatch.planner.report import as_json, draw_plan
+    from anybatch.planner.plan import as_json, draw_plan
     from anybatch.planner.verification import keep
     from anybatch.planner.verification import verify as run_step
     from anybatch.recipes.planning.plan import plan
@@ -214,7 +214,7 @@ def plan_subject(
 
 def _own_device(name: str, file: Path | None) -> "str | Device":
     """Return the device of that name in the user's file, else the name."""
-    from anybatch.planner.cost.devices import devices_of
+    from anybatch.planner.devices import devices_of
 
     own = () if file is None else devices_of(file)
     return next((one for one in own if one.name == name), name)

@@ -28,7 +28,7 @@ from anybatch.core.schedules import sizes_of
 from anybatch.errors import UserError
 
 if TYPE_CHECKING:
-    from anybatch.planner.forecast.workload import Workload
+    from anybatch.planner.forecast_report import Workload
 
 _DESCRIPTION = (
     "Run steps of a recipe on several ranks of this machine's CPUs, with and without reduction, with several bucket "
@@ -196,9 +196,8 @@ def run_forecast(given: argparse.Namespace) -> int:
     if given.link is None:
         message = "a forecast needs the network between hosts: --link 400Gbit,5us."
         raise UserError(message)
-    from anybatch.planner.forecast.forecast import forecast
-    from anybatch.planner.forecast.forecast_report import draw_forecast
-    from anybatch.planner.forecast.workload import Cluster
+    from anybatch.planner.forecast import forecast
+    from anybatch.planner.forecast_report import Cluster, draw_forecast
 
     cluster = Cluster(
         link=given.link,
@@ -216,7 +215,7 @@ def run_forecast(given: argparse.Namespace) -> int:
 def _by_hand(given: argparse.Namespace) -> "tuple[Workload, str]":
     """Return the workload given by options, and the title of the forecast."""
     from anybatch.core.geometry import SecondsFit
-    from anybatch.planner.forecast.workload import Workload
+    from anybatch.planner.forecast_report import Workload
 
     if given.gradient_bytes is None:
         message = "--micro-batch-seconds also needs the size of the gradients: add --gradient-bytes 102MB."
@@ -237,8 +236,8 @@ def _by_hand(given: argparse.Namespace) -> "tuple[Workload, str]":
 
 def _timed(given: argparse.Namespace) -> "tuple[Workload, str]":
     """Time the recipe on this machine; return its workload and the title of the forecast."""
-    from anybatch.planner.forecast.one_rank import time_one_rank
-    from anybatch.planner.forecast.workload import Workload
+    from anybatch.planner.forecast import time_one_rank
+    from anybatch.planner.forecast_report import Workload
     from anybatch.recipes.load import (
         MeasuredJob,
         load_recipe,

@@ -17,7 +17,7 @@ from anybatch.diagnostics.compared_ways import Way, ways_of
 from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import UserError
 from anybatch.memory.counted import counting_text
-from anybatch.memory.host_memory import device_name
+from anybatch.memory.device_memory import device_name
 from anybatch.testing.ranks import RankPool
 
 _VARIES = 0.25

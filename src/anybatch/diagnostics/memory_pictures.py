@@ -12,7 +12,7 @@ from rich.text import Text
 
 from anybatch.core.units import in_bytes, shortened
 from anybatch.events.matplotlib_files import import_drawing
-from anybatch.memory.timeline import MemoryTimeline
+from anybatch.memory.trace import MemoryTimeline
 
 _WIDTH = 80
 _GAP = "   "

@@ -21,7 +21,7 @@ from anybatch.errors import UserError
 from anybatch.memory.counted import Counted, counting_text
 from anybatch.memory.device_memory import MemoryInUse, begin_peak, limit_of, memory_in_use
 from anybatch.memory.ledger import MemoryLedger
-from anybatch.memory.timeline import MemoryTimeline, timeline
+from anybatch.memory.trace import MemoryTimeline, timeline
 
 UNSEEN = "not in tensors"
 """Allocated memory beyond the tensors that were seen: workspaces of kernels, and rounding."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from anybatch.core.units import in_bytes, shortened
 from anybatch.diagnostics.memory_pictures import MemoryPicture, colours_of
-from anybatch.memory.timeline import MemoryTimeline
+from anybatch.memory.trace import MemoryTimeline
 
 INK, FAINT, PALE = "#262626", "#8C8C8C", "#595959"
 MOST_COLUMNS = 1_500

@@ -18,7 +18,7 @@ from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.engine.engine import Engine
 from anybatch.errors import BatchSizeError, MemoryExhaustedError
 from anybatch.memory.counted import Counted, counting_text
-from anybatch.memory.host_memory import device_name
+from anybatch.memory.device_memory import device_name
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.norms.layers import batch_norms
 from anybatch.parallel.world import World

@@ -39,12 +39,6 @@ class MemoryLedger(TorchDispatchMode):
 
     `hold` also records older memory; while the ledger is `paused`, only `hold` records. Frees are recorded after the
     block, too, so `held_bytes` stays correct for as long as the ledger lives.
-
-    Args:
-        watcher: called after each allocation is recorded. Its errors are raised from the operation.
-        on_operation: called after each operation.
-        device_type: record tensors on devices of this type only; None for all of them.
-        pool: returns the number of the allocator's pool of an allocation; None: all from pool 0.
     """
 
     def __init__(

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Int, Int64
+from torch import Tensor
 
 from anybatch.errors import PlanError
 
@@ -28,37 +29,22 @@ Phase = Literal["setup", "forward", "backward", "reduce", "clip", "update"]
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One piece of memory, from its allocation to its free.
-
-    Attributes:
-        num_bytes: its size.
-        category: its purpose.
-        phase: phase of its allocation.
-        operation: the operation that allocated it, such as `aten.addmm.default`; empty for older memory.
-        pool: number of the stream whose pool it comes from: the model computes in 0. Memory that is freed in one pool
-            is not reused in another.
-    """
+    """One piece of memory, from its allocation to its free."""
 
     num_bytes: int
     category: Category
     phase: Phase
-    operation: str
-    pool: int = 0
+    operation: str  # the operation that allocated it, such as `aten.addmm.default`; empty for older memory
+    pool: int = 0  # number of the stream whose pool it comes from: the model computes in 0
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryTrace:
-    """All allocations and frees of one run of a program, in order.
+    """All allocations and frees of one run of a program, in order."""
 
-    Attributes:
-        allocations: every piece, in allocation order.
-        events: `n` when allocation number `n - 1` is made, `-n` when it is freed.
-        marks: (number of events before it, name) of a mark between two events, in order.
-    """
-
-    allocations: tuple[Allocation, ...]
-    events: tuple[int, ...]
-    marks: tuple[tuple[int, str], ...] = ()
+    allocations: tuple[Allocation, ...]  # every piece, in allocation order
+    events: tuple[int, ...]  # `n` when allocation number `n - 1` is made, `-n` when it is freed
+    marks: tuple[tuple[int, str], ...] = ()  # (number of events before it, name) of a mark between two events, in order
 
     @property
     def pools(self) -> tuple[int, ...]:
@@ -79,23 +65,14 @@ class MemoryTrace:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The moment of the peak.
-
-    Attributes:
-        num_bytes: bytes in use.
-        by_category: the same by category, with all categories.
-        phase: phase of the last allocation.
-        operation: its operation.
-        event_index: index of its event.
-        mark: the last mark before it; empty before the first.
-    """
+    """The moment of the peak."""
 
     num_bytes: int
-    by_category: Mapping[Category, int]
-    phase: Phase
+    by_category: Mapping[Category, int]  # the same by category, with all categories
+    phase: Phase  # phase of the last allocation
     operation: str
     event_index: int
-    mark: str
+    mark: str  # the last mark before it; empty before the first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,19 +103,12 @@ class Polynomials:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryEnvelope:
-    """Memory of a step at any micro-batch size. Made by `fit` and `fit_quadratic`.
+    """Memory of a step at any micro-batch size. Made by `fit` and `fit_quadratic`."""
 
-    Attributes:
-        trace: the first trace; only its sizes belong to one micro-batch size.
-        allocated: the size of each allocation.
-        held: bytes in use after each event.
-        traced: the micro-batch sizes of its traces.
-    """
-
-    trace: MemoryTrace
-    allocated: Polynomials
-    held: Polynomials
-    traced: tuple[int, ...]
+    trace: MemoryTrace  # the first trace; only its sizes belong to one micro-batch size
+    allocated: Polynomials  # the size of each allocation
+    held: Polynomials  # bytes in use after each event
+    traced: tuple[int, ...]  # the micro-batch sizes of its traces
 
     @property
     def is_affine(self) -> bool:
@@ -250,19 +220,12 @@ def fit_quadratic(traces: Sequence[tuple[MemoryTrace, int]]) -> MemoryEnvelope:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EnvelopeCheck:
-    """Comparison of an envelope with one more trace.
+    """Comparison of an envelope with one more trace."""
 
-    Attributes:
-        verdict: "exact" if every size was as predicted; "quadratic" if sizes had to be fitted again, as quadratics.
-        envelope: the envelope to use from now on.
-        predicted_bytes: the peak that the envelope predicted.
-        found_bytes: the peak of the trace.
-    """
-
-    verdict: Literal["exact", "quadratic"]
-    envelope: MemoryEnvelope
-    predicted_bytes: int
-    found_bytes: int
+    verdict: Literal["exact", "quadratic"]  # "exact" if every size was as predicted
+    envelope: MemoryEnvelope  # the envelope to use from now on
+    predicted_bytes: int  # the peak that the envelope predicted
+    found_bytes: int  # the peak of the trace
 
 
 def check(envelope: MemoryEnvelope, trace: MemoryTrace, m: int) -> EnvelopeCheck:
@@ -379,3 +342,95 @@ def _check_different(sizes: tuple[int, ...]) -> None:
 
 def _listed(sizes: Sequence[int]) -> str:
     return ", ".join(map(str, sizes))
+
+
+ORDER: tuple[Category, ...] = ("weights", "buffers", "optimizer", "gradients", "inputs", "activations", "temporaries")
+"""Categories in stacking order: persistent ones first, temporary ones last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MemoryTimeline:
+    """Memory at each moment, by category. A moment follows one allocation or free."""
+
+    categories: tuple[str, ...]  # in the order of the columns, without empty ones
+    held_bytes: Int[Tensor, "moment category"]
+    phases: Sequence[Phase]  # phase of the step at each moment
+    operations: Sequence[str]  # the operation that allocated; empty at moments of a free
+    marks: Sequence[tuple[int, str]] = ()  # (number of moments before it, name) of an event between two moments
+
+    @property
+    def totals(self) -> Int[Tensor, " moment"]:
+        """Bytes at each moment, over all categories."""
+        return self.held_bytes.sum(1)
+
+    @property
+    def peak_moment(self) -> int:
+        """The first moment of the peak."""
+        return int(self.totals.argmax())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of memory in use."""
+        return int(self.totals.max())
+
+    def at(self, moment: int) -> Mapping[str, int]:
+        """Return the bytes at a moment (from 0), by category."""
+        return dict(zip(self.categories, self.held_bytes[moment].tolist(), strict=True))
+
+    def mark_before(self, moment: int) -> str | None:
+        """Return the name of the last mark before a moment (from 0); None without one."""
+        return next((name for place, name in reversed(self.marks) if place <= moment), None)
+
+
+def timeline(trace: MemoryTrace) -> MemoryTimeline:
+    """Return the running total of allocations minus frees, category by category.
+
+    Equal to walking over the events with one counter for each category. Memory from before the first operation counts
+    at the first moment. A free belongs to the phase of the allocation before it.
+    """
+    if not trace.events:
+        message = "the trace holds no events."
+        raise ValueError(message)
+    pieces = trace.allocations
+    codes = torch.tensor([get_args(Category).index(piece.category) for piece in pieces])
+    sizes = torch.tensor([piece.num_bytes for piece in pieces], dtype=torch.int64)
+    events = torch.tensor(trace.events)
+    numbers = events.abs() - 1
+    # One row per event and one column per category turn the sum by category into a single cumulative sum.
+    changes = torch.zeros(len(events), len(get_args(Category)), dtype=torch.int64)
+    changes[torch.arange(len(events)), codes[numbers]] = torch.where(events > 0, sizes[numbers], -sizes[numbers])
+    held = changes.cumsum(0)
+    # All older memory counts at one moment, after the last of these events.
+    first = _num_older_allocations(trace) - 1
+    kept = [name for name in ORDER if held[:, get_args(Category).index(name)].any()]
+    phases, operations = _course(trace)
+    return MemoryTimeline(
+        categories=tuple(kept),
+        held_bytes=held[first:][:, [get_args(Category).index(name) for name in kept]],
+        phases=phases[first:],
+        operations=operations[first:],
+        marks=tuple((max(0, place - first), name) for place, name in trace.marks),
+    )
+
+
+def _num_older_allocations(trace: MemoryTrace) -> int:
+    """Return the number of leading events that record older memory, at least one."""
+    for number, event in enumerate(trace.events):
+        if event < 0 or trace.allocations[event - 1].operation:
+            return max(1, number)
+    return len(trace.events)
+
+
+def _course(trace: MemoryTrace) -> tuple[list[Phase], list[str]]:
+    """Return the phase and the operation of each event."""
+    phases: list[Phase] = []
+    operations: list[str] = []
+    # A free has no phase: it gets the phase of the allocation before it.
+    phase = trace.allocations[0].phase
+    for event in trace.events:
+        piece = trace.allocations[abs(event) - 1]
+        if event > 0:
+            phase = piece.phase
+        phases.append(phase)
+        operations.append(piece.operation if event > 0 else "")
+    return phases, operations

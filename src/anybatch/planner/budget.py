@@ -9,7 +9,7 @@ import torch
 from anybatch.core.geometry import checked_int, refuse_unless
 from anybatch.core.units import HEADROOM, in_bytes, measured_headroom
 from anybatch.errors import UserError
-from anybatch.planner.cost.devices import Device, find_device, parse_budget
+from anybatch.planner.devices import Device, find_device, parse_budget
 from anybatch.planner.measurements import KnownDevices, MeasuredStep, full_name, subject, versions_here
 
 CONTEXT_BYTES: Final = 500 * 2**20
@@ -30,41 +30,24 @@ NOT_MEASURED: Final = "nothing has been measured on it yet"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMeasurements:
-    """Measured facts about a device.
+    """Measured facts about a device."""
 
-    Attributes:
-        headroom: share of its memory to leave free, from 0 to 1.
-        outside_bytes: memory used outside of torch's allocator on one rank; None if not measured.
-        why: the reason for this headroom, as printed in plans.
-        notes: notes for the user.
-    """
-
-    headroom: float = HEADROOM
-    outside_bytes: int | None = None
-    why: str = NOT_MEASURED
+    headroom: float = HEADROOM  # share of its memory to leave free, from 0 to 1
+    outside_bytes: int | None = None  # memory used outside of torch's allocator on one rank; None if not measured
+    why: str = NOT_MEASURED  # the reason for this headroom, as printed in plans
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """A device's memory, and the part of it available to tensors.
+    """A device's memory, and the part of it available to tensors."""
 
-    Attributes:
-        total_bytes: all of the device's memory.
-        device: the device, if it was given by name.
-        headroom: share of the memory to leave free, from 0 to 1.
-        outside_bytes: memory outside of torch's allocator, for context and communicators.
-        workspace_bytes: memory of libraries inside torch's allocator.
-        why: the reason for this headroom, as printed in plans.
-        notes: notes for the user.
-    """
-
-    total_bytes: int
-    device: Device | None
-    headroom: float
-    outside_bytes: int
-    workspace_bytes: int
-    why: str = NOT_MEASURED
+    total_bytes: int  # all of the device's memory
+    device: Device | None  # the device, if it was given by name
+    headroom: float  # share of the memory to leave free, from 0 to 1
+    outside_bytes: int  # memory outside of torch's allocator, for context and communicators
+    workspace_bytes: int  # memory of libraries inside torch's allocator
+    why: str = NOT_MEASURED  # the reason for this headroom, as printed in plans
     notes: tuple[str, ...] = ()
 
     @property
@@ -86,12 +69,6 @@ def measured_of(
     A measured step is used if its device's name or its budget's bytes match, and the versions of torch, anybatch and
     the driver are the same, since others allocate differently. The size of a context applies to every step. If the same
     model was measured, the headroom is 10% plus the error of its plan; other models can only lower the default.
-
-    Args:
-        device: a device, as for `budget_of`, or a device of this machine.
-        name: name of the trained model.
-        precision: number formats of forward and backward.
-        known: the file of measured steps.
 
     Raises:
         UserError: the device is unknown.
@@ -153,13 +130,6 @@ def budget_of(
     measured: DeviceMeasurements | None = None,
 ) -> Budget:
     """Return the budget of a device.
-
-    Args:
-        device: a device, a name such as "RTX 4090", a size such as "24GiB", or bytes; "cpu:8GiB" for a budget that is
-            enforced by counting tensors, without a context.
-        world_size: number of ranks.
-        headroom: share to leave free, from 0 to below 1; None for the measured one, or else the default.
-        measured: results of measured steps; ignored if a headroom is given.
 
     Raises:
         UserError: the device is unknown, or the headroom is out of range.

@@ -17,11 +17,11 @@ from anybatch.memory.trace import (
     fit,
     in_order,
 )
-from anybatch.planner.cost.caching_allocator import largest_that_fits, replay
-from anybatch.planner.cost.operations import OperationRecorder
-from anybatch.planner.cost.step_time import CostLine, CostTrace, fit_costs
+from anybatch.planner.caching_allocator import largest_that_fits, replay
+from anybatch.planner.operations import OperationRecorder
+from anybatch.planner.step_time import CostLine, CostTrace, fit_costs
 from anybatch.planner.trace.cuda_emulation import Profile
-from anybatch.planner.trace.joint_rows import joint_limit
+from anybatch.planner.trace.fake_ranks import joint_limit
 from anybatch.planner.trace.step_spec import StepSpec, built, samples_in_memory
 from anybatch.planner.trace.step_trace import StepTrace, StepTracer, trace_step, without_garbage_collection
 
@@ -36,58 +36,32 @@ other operations above it."""
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Envelopes:
-    """Memory and cost of a step at any micro-batch size.
+    """Memory and cost of a step at any micro-batch size."""
 
-    Attributes:
-        steady: every step except the first.
-        first: the first step.
-        verdict: "exact" if a third trace matched the prediction; "quadratic" if sizes had to be fitted as quadratics.
-        checked_at: the micro-batch size of the third trace; the larger of the first two if nothing fits.
-        profile: the device type of the allocations.
-        costs: costs of the step's operations, at any micro-batch size.
-        notes: notes for the user about the traces.
-        sharded: the strategy shards the weights and gathers them in every micro-batch.
-        decisions: the engine's decisions while it was built, by topic.
-        bound: the largest size at which the step still runs the same operations; None if no change was found.
-        alone: envelopes of a step with one micro-batch, if requested.
-    """
-
-    steady: MemoryEnvelope
+    steady: MemoryEnvelope  # every step except the first
     first: MemoryEnvelope
-    verdict: Literal["exact", "quadratic"]
-    checked_at: int
-    profile: Profile
-    costs: CostLine
-    notes: tuple[str, ...]
-    sharded: bool = False
-    decisions: Mapping[str, str] = field(default_factory=dict)
-    bound: int | None = None
-    alone: "Envelopes | None" = None
+    verdict: Literal["exact", "quadratic"]  # "exact" if a third trace matched the prediction
+    checked_at: int  # the micro-batch size of the third trace; the larger of the first two if nothing fits
+    profile: Profile  # the device type of the allocations
+    costs: CostLine  # costs of the step's operations, at any micro-batch size
+    notes: tuple[str, ...]  # notes for the user about the traces
+    sharded: bool = False  # the strategy shards the weights and gathers them in every micro-batch
+    decisions: Mapping[str, str] = field(default_factory=dict)  # the engine's decisions while it was built, by topic
+    bound: int | None = None  # the largest size at which the step still runs the same operations
+    alone: "Envelopes | None" = None  # envelopes of a step with one micro-batch, if requested
 
     def peak_bytes(self, m: int) -> int:
-        """Return the peak of live tensors in any step.
-
-        Args:
-            m: samples of a micro-batch.
-        """
+        """Return the peak of live tensors in any step."""
         return max(self.steady.peak_bytes(m), self.first.peak_bytes(m))
 
     def largest(self, budget_bytes: int) -> int | None:
-        """Return the largest micro-batch size whose tensors fit in every step; None for no limit.
-
-        Args:
-            budget_bytes: memory for tensors.
-        """
+        """Return the largest micro-batch size whose tensors fit in every step; None for no limit."""
         return _smaller(self.steady.largest(budget_bytes), self.first.largest(budget_bytes), self.bound)
 
     def largest_allocated(self, limit_bytes: int, *, expandable: bool = False) -> int | None:
         """Return the largest micro-batch size for which the allocator stays within a limit; None for no limit.
 
         The CPU allocator does not cache, so there it is the largest size whose tensors fit.
-
-        Args:
-            limit_bytes: memory that the allocator may reserve.
-            expandable: the allocator uses `expandable_segments:True`.
         """
         if self.profile == "cpu":
             return self.largest(limit_bytes)
@@ -95,13 +69,7 @@ class Envelopes:
         return _smaller(*both, self.bound)
 
     def binding(self, size: int, usable_bytes: int, most_samples: int) -> Binding:
-        """Return the limit that the next larger micro-batch size would exceed.
-
-        Args:
-            size: the micro-batch size, in samples.
-            usable_bytes: memory for tensors and the allocator's rounding.
-            most_samples: samples of the largest rank share.
-        """
+        """Return the limit that the next larger micro-batch size would exceed."""
         if size >= most_samples:
             return "batch"
         if size == self.bound:
@@ -130,11 +98,6 @@ class Envelopes:
 def find_envelopes(spec: StepSpec, usable_bytes: int, *, most_samples: int | None = None) -> Envelopes:
     """Trace two micro-batch sizes, and check the prediction with a third, the largest that seems to fit.
 
-    Args:
-        spec: the step; its model is created if necessary.
-        usable_bytes: memory for tensors and the allocator's rounding, which determines the third size.
-        most_samples: samples of the largest rank share; None for no limit.
-
     Raises:
         CannotPlanError: the step cannot be traced, or its memory cannot be extrapolated.
     """
@@ -152,12 +115,6 @@ def with_alone(found: Envelopes, spec: StepSpec, usable_bytes: int, share: int) 
     """Return envelopes with a plan for a single micro-batch too, if a rank share may fit into one.
 
     In such a step, activations and gradients of an earlier micro-batch do not coexist, which saves up to a fifth.
-
-    Args:
-        found: envelopes of steps with several micro-batches.
-        spec: the step.
-        usable_bytes: memory for tensors and the allocator's rounding.
-        share: samples of the largest rank share.
     """
     largest = found.largest(usable_bytes)
     near = largest is None or 2 * largest >= share
@@ -179,11 +136,7 @@ def _with_inputs(envelope: MemoryEnvelope, num_samples: int, num_micro_batches: 
 
 
 def _found(ready: StepSpec, usable_bytes: int, *, most_samples: int | None, notes: Sequence[str]) -> Envelopes:
-    """Return the envelopes of a built spec.
-
-    Raises:
-        CannotPlanError: the step cannot be traced, or its memory cannot be extrapolated.
-    """
+    """Return the envelopes of a built spec."""
     low, high = TRACED
     first, recorder = _first_trace(ready, low)
     traces, recorders = {low: first}, {low: recorder, high: OperationRecorder()}
@@ -225,11 +178,7 @@ def _first_trace(ready: StepSpec, size: int) -> tuple[StepTrace, OperationRecord
 def _fitted(
     spec: StepSpec, traces: dict[int, StepTrace], costs: Sequence[CostTrace], notes: tuple[str, ...]
 ) -> Envelopes:
-    """Fit envelopes to the first two traces.
-
-    Raises:
-        PlanError: the two traces have different operations.
-    """
+    """Fit envelopes to the first two traces."""
     low, high = TRACED
     return Envelopes(
         steady=fit(traces[low].steady, low, traces[high].steady, high),
@@ -258,11 +207,7 @@ def _matches_prediction(tracing: StepTracer, size: int, envelope: MemoryEnvelope
 def _checked(
     spec: StepSpec, traces: dict[int, StepTrace], found: Envelopes, usable_bytes: int, *, most_samples: int | None
 ) -> Envelopes:
-    """Check envelopes with new traces; fit quadratics if necessary.
-
-    Raises:
-        PlanError: memory is neither linear nor quadratic in the size.
-    """
+    """Check envelopes with new traces; fit quadratics if necessary."""
     for _ in range(3):  # affine, quadratic, and quadratic at the size that it predicts
         size = _further(_smaller(found.largest(usable_bytes), most_samples), tuple(traces))
         if not _same_at(spec, size, traces, found):
@@ -323,11 +268,7 @@ def _reads(trace: StepTrace) -> bool:
 
 
 def _refuse_dependence(spec: StepSpec, trace: StepTrace) -> None:
-    """Reject a step whose memory depends on the numbers that it reads from tensors.
-
-    Raises:
-        CannotPlanError: the step depends on them.
-    """
+    """Reject a step whose memory depends on the numbers that it reads from tensors."""
     m = TRACED[0]
     what = (
         f"cannot plan, will probe: the step reads {trace.numbers_read} numbers and {trace.truths_read} truth values "

@@ -20,7 +20,7 @@ import torch
 
 from anybatch.core.geometry import KnownSize
 from anybatch.engine.notifier import software_versions
-from anybatch.memory.host_memory import device_name
+from anybatch.memory.device_memory import device_name
 from anybatch.planner.torch_internals import cuda_driver_number
 
 MOST_LINES = 1000
@@ -37,12 +37,7 @@ JsonObject = dict[str, Any]
 
 
 class _CacheFile:
-    """A file with one JSON object per line.
-
-    Args:
-        path: the file.
-        today: returns the date, such as 2030-12-31; None for the current date.
-    """
+    """A file with one JSON object per line."""
 
     NAME = ""
 
@@ -123,27 +118,16 @@ class KnownSizes(_CacheFile):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """A planned step that was run on the device.
+    """A planned step that was run on the device."""
 
-    Attributes:
-        device: type of the device and its driver's name.
-        budget_bytes: the device's memory in the plan.
-        subject: model, optimizer and precision, as one string.
-        planned_bytes: the predicted peak: tensors, the allocator's rounding, and workspaces.
-        measured_bytes: the measured peak.
-        outside_bytes: memory outside of torch's allocator; None on a CPU, or if the driver does not report it.
-        versions: versions of torch, anybatch and the driver.
-        date: date of the measurement, such as 2030-12-31.
-    """
-
-    device: str
-    budget_bytes: int
-    subject: str
-    planned_bytes: int
+    device: str  # type of the device and its driver's name
+    budget_bytes: int  # the device's memory in the plan
+    subject: str  # model, optimizer and precision, as one string
+    planned_bytes: int  # the predicted peak: tensors, the allocator's rounding, and workspaces
     measured_bytes: int
-    outside_bytes: int | None
-    versions: Mapping[str, str | None]
-    date: str
+    outside_bytes: int | None  # memory outside of torch's allocator; None on a CPU, or if the driver does not report it
+    versions: Mapping[str, str | None]  # versions of torch, anybatch and the driver
+    date: str  # date of the measurement, such as 2030-12-31
 
     @property
     def excess(self) -> float:

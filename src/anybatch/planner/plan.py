@@ -1,16 +1,28 @@
 """Plan a training step without the device: the micro-batch size that fits, memory by purpose, and changes."""
 
 import dataclasses
+import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
 
-from anybatch.core.splitting import Cut, plan_batch
+from anybatch.core.geometry import even_size
+from anybatch.core.splitting import BatchPlan, Cut, plan_batch
+from anybatch.core.units import in_bytes, per_second, three_digits
+from anybatch.diagnostics.memory_pictures import MemoryBar, MemoryPicture, draw_memory
+from anybatch.memory.counted import Counted, counting_text
+from anybatch.memory.trace import ORDER, timeline
 from anybatch.norms.layers import batch_norms
 from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch.planner.budget import Budget
-from anybatch.planner.cost.step_time import Rates, rates_of
-from anybatch.planner.proposals.changes import Change, optimizer_name
-from anybatch.planner.proposals.fit import (
+from anybatch.planner.changes import Change, code_of, optimizer_name
+from anybatch.planner.fit import (
+    Answer,
+    Combination,
+    Fit,
     PlanTarget,
     best_first,
     envelopes_of,
@@ -19,9 +31,407 @@ from anybatch.planner.proposals.fit import (
     propose,
     reshaped,
 )
-from anybatch.planner.report import Plan
-from anybatch.planner.trace.checkpointing import as_module
-from anybatch.planner.trace.step_spec import StepSpec, built
+from anybatch.planner.step_time import CostLine, Rates, StepSeconds, rates_of
+from anybatch.planner.trace.step_spec import StepSpec, as_module, built
+
+_NAME_WIDTH, _COLUMNS = 11, 80
+_MAX_NAMES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan:
+    """The micro-batch size that fits on a device, and the reason; `print(plan)` shows it.
+
+    Attributes:
+        name: name of the recipe, model or class.
+        spec: the step.
+        num_parameters: number of parameters, including frozen ones.
+        optimizer: class name of the optimizer.
+        precision: number formats of forward and backward.
+        target: the device's memory and rates, and the effective batch size.
+        batch: how the effective batch is cut and dealt at the proposed size.
+        baseline: the step without proposed changes, with the largest micro-batch that fits.
+        costs: costs of its operations, at any micro-batch size.
+        changes: the step with each proposed change, the fastest first.
+        exact: whether every allocation is linear in the micro-batch size; False if some are quadratic.
+        notes: notes for the user about the plan.
+        seconds: time that planning took.
+        asked: changes requested by the user and included in the step.
+        answer: the combination of changes that fits, if requested.
+        batch_norms: names of BatchNorm layers, which compute statistics per micro-batch.
+    """
+
+    name: str
+    spec: StepSpec
+    num_parameters: int
+    optimizer: str
+    precision: str
+    target: PlanTarget
+    batch: BatchPlan
+    baseline: Fit
+    costs: CostLine
+    changes: tuple[Fit, ...]
+    exact: bool
+    notes: tuple[str, ...]
+    seconds: float
+    asked: tuple[Change, ...] = ()
+    answer: Answer | None = None
+    batch_norms: tuple[str, ...] = ()
+
+    @property
+    def budget(self) -> Budget:
+        """The device's memory, and the part of it available to tensors."""
+        return self.target.budget
+
+    @property
+    def micro_batch_size(self) -> int:
+        """The proposed size in samples; 0 if not even one sample fits."""
+        return self.baseline.micro_batch_size if self.baseline.fits else 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits without changes, or with the combination of changes in `answer`."""
+        return self.baseline.fits or (self.answer is not None and self.answer.best is not None)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches per rank and step at the proposed size."""
+        return self.baseline.accumulation_steps
+
+    def seconds_on(self, world_size: int) -> StepSeconds | None:
+        """Return the time of a step of the same effective batch on another number of devices; None if unknown.
+
+        The micro-batch size is the largest that fits, limited by the rank share.
+
+        Args:
+            world_size: number of devices.
+        """
+        fit = self.baseline
+        # Without a time for gathers, the time on any number of devices is unknown.
+        if not fit.fits or (self.target.rates is not None and fit.seconds is None):
+            return None
+        share = self.target.share(world_size)
+        size = even_size(share, fit.largest) if fit.asked is None else min(share, fit.asked)
+        return self.target.seconds(self.costs, size, world_size)
+
+    def summary(self) -> Mapping[str, str]:
+        """Return the rows of the printed summary by label.
+
+        The labels are fits, peak, left and largest; if not even one sample fits: fits, because, peak and smallest.
+        """
+        return _fitting(self) if self.baseline.fits else _nothing_fits(self)
+
+    def bytes_by_purpose(self) -> Mapping[str, int]:
+        """Return the device's memory at the peak: tensors by category, the allocator's rounding, and libraries."""
+        fit = self.baseline
+        sizes: dict[str, int] = {name: fit.peak.by_category[name] for name in ORDER}
+        sizes["allocator"] = fit.reserved_bytes - fit.peak.num_bytes
+        sizes["libraries"] = self.budget.outside_bytes + self.budget.workspace_bytes
+        return {name: size for name, size in sizes.items() if size}
+
+    def __str__(self) -> str:
+        """Return the plan as text, 80 columns wide."""
+        lines = [
+            f"{self.name}: {self.num_parameters:,} parameters, {self.optimizer}, {self.precision}",
+            f"on {self.batch.world_size} x {self.budget}, {self.batch.num_samples:,} samples a step",
+            *(f"with {change.name}: {change.costs}" for change in self.asked),
+            "",
+            *_rows(**self.summary()),
+            *_time(self),
+            "",
+            *str(MemoryBar(self.bytes_by_purpose(), self.budget.total_bytes)).splitlines(),
+        ]
+        if self.changes:
+            lines += ["", *_table(self)]
+        if self.answer is not None:
+            lines += ["", *_answer(self, self.answer)]
+        lines += ["", *counting_text(*counted_kinds(self.baseline)).splitlines()]
+        lines += [*(f"note: {note}" for note in (*self.budget.notes, *self.notes)), _made(self)]
+        return "\n".join(lines)
+
+
+def in_seconds(seconds: float) -> str:
+    """Format a time with three digits: `85.0 ms`, `1.23 s`."""
+    return f"{three_digits(1000 * seconds)} ms" if seconds < 1 else f"{three_digits(seconds)} s"
+
+
+def counted_kinds(fit: Fit) -> tuple[Counted, ...]:
+    """Return the kinds of memory in `peak_text`; on a CPU, only tensors are planned."""
+    return ("in tensors",) if fit.on_cpu else ("in tensors", "in all")
+
+
+def peak_text(fit: Fit, budget: Budget) -> str:
+    """Format the peak memory of a step: of its tensors, and of the device."""
+    taken = fit.reserved_bytes + budget.outside_bytes + budget.workspace_bytes
+    sizes: dict[Counted, int] = {"in tensors": fit.peak.num_bytes, "in all": taken}
+    return ", ".join(f"{in_bytes(sizes[way])} {way}" for way in counted_kinds(fit))
+
+
+def _time(plan: Plan) -> list[str]:
+    """Return rows with the time of a step and the samples per second on several numbers of devices."""
+    seconds = plan.baseline.seconds
+    if seconds is None or not plan.baseline.fits:
+        return []
+    known = "measured rates" if seconds.is_calibrated else "uncalibrated: from the data sheet"
+    band = f"{in_seconds(seconds.least)} and {in_seconds(seconds.greatest)}"
+    rows = _rows(time=f"{in_seconds(seconds.total)} a step, between {band} ({known})")
+    for world_size in sorted({1, 8, plan.batch.world_size}):
+        other = plan.seconds_on(world_size)
+        # The speed of links is only known for a device given by name.
+        if other is None or (world_size > 1 and plan.budget.device is None):
+            continue
+        rate = plan.batch.num_samples / other.total
+        rows.append(f"{'':{_NAME_WIDTH}}{per_second(rate)} samples/s on {world_size}")
+    return rows
+
+
+def _fitting(plan: Plan) -> dict[str, str]:
+    fit, budget = plan.baseline, plan.budget
+    taken = fit.reserved_bytes + budget.outside_bytes + budget.workspace_bytes
+    left = 1.0 - taken / budget.total_bytes
+    return {
+        "fits": f"micro-batches of {fit.micro_batch_size}: {plan.batch}",
+        "peak": f"{peak_text(fit, budget)}, {_moment(fit)}",
+        "left": f"{100 * left:.0f}% of the device; {100 * budget.headroom:.0f}% is kept free ({budget.why})",
+        "largest": f"{fit.largest}{_bound(plan)}",
+    }
+
+
+def _bound(plan: Plan) -> str:
+    """Format the limit that a larger micro-batch would exceed."""
+    fit, usable = plan.baseline, plan.budget.usable_bytes
+    if fit.binds == "batch":
+        return ", which is all there is for a rank"
+    if fit.binds == "branch":
+        return ", above which the step does something else"
+    if fit.binds == "allocator":
+        return f": tensors would leave room for {fit.envelope.largest(usable)}, the allocator's rounding does not"
+    what = "the optimizer's step" if fit.binds == "optimizer step" else "tensors"
+    return (
+        f": one more would take {in_bytes(fit.envelope.peak_bytes(fit.largest + 1))} for {what}, of {in_bytes(usable)}"
+    )
+
+
+def _nothing_fits(plan: Plan) -> dict[str, str]:
+    """Return the rows if not even one sample fits, with the smallest change that would fit."""
+    fit, usable = plan.baseline, max(0, plan.budget.usable_bytes)
+    # A category that alone exceeds the budget is the reason, regardless of the others.
+    nothing_left = (
+        f"libraries take {in_bytes(plan.budget.outside_bytes + plan.budget.workspace_bytes)} of "
+        f"{in_bytes(plan.budget.total_bytes)}, and {100 * plan.budget.headroom:.0f}% is kept free"
+    )
+    alone = [(size, name) for name, size in fit.peak.by_category.items() if size > usable]
+    if not usable:
+        term = nothing_left
+    elif alone:
+        size, name = max(alone)
+        term = f"the {name} alone {'takes' if name == 'optimizer' else 'take'} {in_bytes(size)}"
+    else:
+        largest = sorted(((size, name) for name, size in fit.peak.by_category.items()), reverse=True)[:3]
+        term = "no part alone is too large; " + ", ".join(f"{name} {in_bytes(size)}" for size, name in largest)
+    fitting = [change for change in plan.changes if change.fits]
+    cure = f"{fitting[0].name}: {fitting[0].how}" if fitting else "none of those tried"
+    return {
+        "fits": f"nothing: {_asked(fit)} {in_bytes(fit.peak.num_bytes)}, and {in_bytes(usable)} can be had",
+        "because": term,
+        "peak": _moment(fit),
+        # A combination is printed below.
+        **({} if plan.answer is not None else {"smallest": f"change that would fit: {cure}"}),
+    }
+
+
+def _asked(fit: Fit) -> str:
+    return "one sample takes" if fit.micro_batch_size == 1 else f"{fit.micro_batch_size} samples take"
+
+
+def _moment(fit: Fit) -> str:
+    place = {"setup": "before the step", "update": "in the update"}.get(fit.peak.phase, f"in the {fit.peak.phase}")
+    return f"{place}, at {fit.peak.operation}" if fit.peak.operation else place
+
+
+def _table(plan: Plan) -> list[str]:
+    """Return the table of changes, with the baseline first and then the fastest, and the code of the best change."""
+    rows = [("what would change it", "micro-batch", "steps", "memory", "s/step")]
+    rows += [_row("as it is", plan.baseline, plan.budget)]
+    rows += [_row(change.name, change, plan.budget) for change in plan.changes]
+    # Without rates, leave the column of times empty.
+    if not any(fit.seconds for fit in (plan.baseline, *plan.changes)):
+        rows = [(*row[:-1], "") for row in rows]
+    width = max(len(row[0]) for row in rows)
+    lines = [
+        f"{name:<{width}}  {size:>11}  {steps:>6}  {memory:>9}  {time:>9}".rstrip()
+        for name, size, steps, memory, time in rows
+    ]
+    # The first change is the fastest that fits, if any does.
+    best = plan.changes[0]
+    return [*lines, f"{best.name}: {best.how}"] if best.fits else lines
+
+
+def _answer(plan: Plan, answer: Answer) -> list[str]:
+    """Return the combination that fits, its costs, its code, and the other attempts."""
+    best = answer.best
+    if best is None or best.fit is None:
+        lines = _wrapped("fits with", ["none of the changes tried"])
+    else:
+        lines = [
+            *_wrapped("fits with", [best.name, *_sizes_of(best.fit, plan.target)]),
+            *_wrapped("costs", _costs(best, best.fit, plan.batch_norms)),
+            *([""] if best.changes or best.strategy else []),
+            *(f"  {line}" for line in code_of(best.changes, best.strategy, best.spec.strategy).splitlines()),
+        ]
+    lines += ["", f"tried  {'micro-batch':>6}  {'steps':>6}  {'memory':>9}  {'s/step':>9}"]
+    for one in answer.tried:
+        fits = _row("", one.fit, plan.budget) if one.fit is not None else ("", "-", "-", "-", "-")
+        _, size, steps, memory, seconds = fits
+        why = one.why or "the answer"
+        lines += [one.name, f"  {size:>11}  {steps:>6}  {memory:>9}  {seconds:>9}  {why}"]
+    return lines
+
+
+def _sizes_of(fit: Fit, target: PlanTarget) -> list[str]:
+    batch = plan_batch(target.effective_batch_size, fit.world_size, Cut(micro_batch_size=fit.micro_batch_size))
+    lines = [
+        f"micro-batches of {fit.micro_batch_size}: {batch}",
+        f"{peak_text(fit, target.budget)}, of {in_bytes(target.budget.total_bytes)}",
+    ]
+    if fit.seconds is not None:
+        known = "measured rates" if fit.seconds.is_calibrated else "uncalibrated"
+        between = f"{in_seconds(fit.seconds.least)} and {in_seconds(fit.seconds.greatest)}"
+        lines.append(f"{in_seconds(fit.seconds.total)} a step, between {between} ({known})")
+    return lines
+
+
+def _costs(best: Combination, fit: Fit, batch_norms: Sequence[str]) -> list[str]:
+    """Return the costs of each change, and the effect of splitting the batch on BatchNorm."""
+    lines = [f"{one.name}: {one.costs}" for one in best.changes if one.costs]
+    if best.same_step:
+        lines.append("exact: gradient and update are the same as without changes, up to rounding")
+    if batch_norms and (fit.accumulation_steps > 1 or fit.world_size > 1):
+        shown = ", ".join(batch_norms[:_MAX_NAMES]) + (", ..." if len(batch_norms) > _MAX_NAMES else "")
+        whole = fit.micro_batch_size * fit.accumulation_steps * fit.world_size
+        seen = f"see {fit.micro_batch_size} samples, not {whole}: cutting changes the result"
+        lines.append(f"BatchNorm: {len(batch_norms)} layers ({shown}) {seen}")
+        lines.append(
+            'use ab.Engine(..., norms="exact") for statistics of the whole batch, norms="freeze" for fixed ones, or '
+            "GroupNorm, which does not depend on the batch"
+        )
+    return lines
+
+
+def _row(name: str, fit: Fit, budget: Budget) -> tuple[str, str, str, str, str]:
+    taken = in_bytes(fit.reserved_bytes + budget.outside_bytes + budget.workspace_bytes)
+    if not fit.fits:
+        return name, "-", "-", taken, "-"
+    seconds = "-" if fit.seconds is None else in_seconds(fit.seconds.total)
+    return name, str(fit.micro_batch_size), str(fit.accumulation_steps), taken, seconds
+
+
+def _made(plan: Plan) -> str:
+    if not plan.baseline.fits:
+        return f"planned in {plan.seconds:.1f} s without the device"
+    growth = "linear" if plan.exact else "linear or quadratic"
+    return f"planned in {plan.seconds:.1f} s without the device; {growth} in the batch, checked at a third size"
+
+
+def _wrapped(name: str, texts: Sequence[str]) -> list[str]:
+    lines = [line for text in texts for line in wrap(text, _COLUMNS - _NAME_WIDTH, subsequent_indent="  ")]
+    return [f"{name if not number else '':<{_NAME_WIDTH}}{line}" for number, line in enumerate(lines)]
+
+
+def _rows(**texts: str) -> list[str]:
+    return [f"{name:<{_NAME_WIDTH}}{text}" for name, text in texts.items()]
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return a plan as plain values for `json.dumps`. Keys are stable; later versions may add keys."""
+    budget, best = plan.budget, None if plan.answer is None else plan.answer.best
+    return {
+        "name": plan.name,
+        "num_parameters": plan.num_parameters,
+        "optimizer": plan.optimizer,
+        "precision": plan.precision,
+        "asked": [change.name for change in plan.asked],
+        "device": {
+            "name": None if budget.device is None else budget.device.name,
+            "total_bytes": budget.total_bytes,
+            "usable_bytes": budget.usable_bytes,
+            "headroom": budget.headroom,
+        },
+        "world_size": plan.batch.world_size,
+        "effective_batch_size": plan.batch.num_samples,
+        "fits": plan.fits,
+        "baseline": _of_fit(plan.baseline),
+        "bytes_by_purpose": dict(plan.bytes_by_purpose()),
+        "changes": [{"name": one.name, "how": one.how, **_of_fit(one)} for one in plan.changes],
+        "answer": None if best is None else _of_combination(best),
+        "tried": [] if plan.answer is None else [_of_combination(one) for one in plan.answer.tried],
+        "batch_norms": list(plan.batch_norms),
+        "notes": [*budget.notes, *plan.notes],
+    }
+
+
+def _of_combination(one: Combination) -> dict[str, Any]:
+    return {
+        "changes": [change.name for change in one.changes],
+        "strategy": one.strategy or None,
+        "same_step": one.same_step,
+        "costs": {change.name: change.costs for change in one.changes if change.costs},
+        "how": code_of(one.changes, one.strategy, one.spec.strategy),
+        "why_not": one.why or None,
+        **({} if one.fit is None else _of_fit(one.fit)),
+    }
+
+
+def _of_fit(fit: Fit) -> dict[str, Any]:
+    seconds = fit.seconds
+    return {
+        "fits": fit.fits,
+        "micro_batch_size": fit.micro_batch_size,
+        "accumulation_steps": fit.accumulation_steps,
+        "largest": fit.largest,
+        "binds": fit.binds,
+        "peak_bytes": fit.peak.num_bytes,
+        "tensor_bytes": fit.peak.num_bytes,
+        "reserved_bytes": fit.reserved_bytes,
+        "peak": {"phase": fit.peak.phase, "operation": fit.peak.operation},
+        "seconds": None
+        if seconds is None or not fit.fits
+        else {name: getattr(seconds, name) for name in ("total", "least", "greatest", "is_calibrated")},
+    }
+
+
+def draw_plan(plan: Plan, path: Path) -> None:
+    """Draw the predicted memory of tensors over a step, at the proposed micro-batch size.
+
+    The limit is drawn at the memory available to tensors, without context, libraries and the allocator's rounding.
+
+    Raises:
+        UserError: matplotlib is not installed, or the file name does not end in .png, .svg or .pdf.
+        OSError: the file cannot be written.
+    """
+    fit, budget = plan.baseline, plan.budget
+    overhead = budget.outside_bytes + budget.workspace_bytes + fit.reserved_bytes - fit.peak.num_bytes
+    shown = "two of " if fit.accumulation_steps > 1 else "all of "
+    picture = MemoryPicture(
+        title=f"{plan.name} on {plan.budget}, planned: micro-batches of {fit.micro_batch_size}",
+        below=f"{plan.optimizer}, {plan.precision}; {shown}{fit.accumulation_steps} micro-batches are shown; "
+        f"plus {in_bytes(overhead)} overhead",
+        limit_bytes=budget.total_bytes - overhead,
+        headroom=budget.headroom,
+    )
+    course = timeline(fit.envelope.at(fit.micro_batch_size))
+    draw_memory(dataclasses.replace(course, marks=_beginnings(course.marks)), picture, path)
+
+
+def _beginnings(marks: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
+    """Return the marks at the beginning of each micro-batch, counted from 1, and of the update."""
+    found = []
+    for place, name in marks:
+        if match := re.fullmatch(r"micro-batch (\d+) begins", name):
+            found.append((place, f"micro-batch {int(match[1]) + 1}"))
+        elif name == "update begins":
+            found.append((place, "update"))
+    return tuple(found)
 
 
 def make_plan(
@@ -39,19 +449,6 @@ def make_plan(
     expandable_segments: bool = False,
 ) -> Plan:
     """Plan a training step for a device.
-
-    Args:
-        spec: the step.
-        budget: the device's memory.
-        effective_batch_size: samples of one step, over all ranks.
-        name: printed name of the recipe, model or class.
-        rates: measured rates of the device; None for its data sheet, if it was given by name.
-        proposals: also plan every possible change; each takes as long as the plan itself.
-        fit: search for a combination of changes that fits, instead of planning each change alone.
-        precision_is_open: with `fit`, bf16 or fp16 may be proposed for a step in float32.
-        asked: changes requested by the user; changes of the step itself are already in `spec`.
-        micro_batch_size: samples of a micro-batch; None for the largest that fits.
-        expandable_segments: the allocator uses expandable segments.
 
     Raises:
         CannotPlanError: the step cannot be traced.
@@ -77,6 +474,7 @@ def make_plan(
     changes = propose(spec, envelopes, target, fits=baseline.fits) if proposals and not fit else []
     answer = find_combination(spec, target, precision_is_open=precision_is_open) if fit else None
     cut = Cut(micro_batch_size=baseline.micro_batch_size)
+    shown = ("strategy", "sharding", "reduction") if spec.world_size > 1 else ()
     return Plan(
         name=name,
         spec=spec,
@@ -93,17 +491,9 @@ def make_plan(
         batch_norms=tuple(batch_norms(as_module(ready.trained.model))),
         exact=envelopes.verdict == "exact",
         notes=(
-            *_notes_on_building(reason),
-            *(_notes_on_decisions(envelopes.decisions) if spec.world_size > 1 else ()),
+            *([] if reason is None else [f"the model could not be created on the meta device: {reason}"]),
+            *(f"{name}: {envelopes.decisions[name]}" for name in shown if name in envelopes.decisions),
             *envelopes.notes,
         ),
         seconds=time.perf_counter() - start,
     )
-
-
-def _notes_on_building(reason: str | None) -> list[str]:
-    return [] if reason is None else [f"the model could not be created on the meta device: {reason}"]
-
-
-def _notes_on_decisions(decisions: Mapping[str, str]) -> list[str]:
-    return [f"{name}: {decisions[name]}" for name in ("strategy", "sharding", "reduction") if name in decisions]

@@ -22,11 +22,7 @@ Schema = Any
 
 
 def operation(name: str, of: Any = torch.ops.aten) -> Any:  # noqa: ANN401 (torch's type has no name in public)
-    """Return one of torch's operations, such as "_local_scalar_dense.default".
-
-    Raises:
-        UnsupportedTorchError: torch has no operation of that name, so calls of it could not be followed.
-    """
+    """Return one of torch's operations, such as "_local_scalar_dense.default"."""
     with needed_for(f"Following the operation {name}"):
         return attrgetter(name)(of)
 
@@ -38,11 +34,7 @@ def known_operations(names: Sequence[str], of: Any = torch.ops.aten) -> frozense
 
 
 def schema_of(func: Any) -> Schema:  # noqa: ANN401 (torch's type has no name in public)
-    """Return the schema of an operation, `OpOverload._schema`.
-
-    Raises:
-        UnsupportedTorchError: the operation has no schema, so the arguments that it changes are unknown.
-    """
+    """Return the schema of an operation, `OpOverload._schema`."""
     with needed_for("Planning a step"):
         return func._schema
 
@@ -51,9 +43,6 @@ def registered_operations(key: str, of: Any = torch._C) -> set[str]:  # noqa: AN
     """Return the names of the operations of aten with a kernel under a dispatch key, such as "AutocastCUDA".
 
     `torch._C._dispatch_get_registrations_for_dispatch_key`.
-
-    Raises:
-        UnsupportedTorchError: this torch cannot list them.
     """
     with needed_for("Planning autocast as on CUDA"):
         found = of._dispatch_get_registrations_for_dispatch_key(key)
@@ -64,9 +53,6 @@ def without_autocast_kernels(of: Any = torch._C) -> AbstractContextManager[objec
     """Return a context in which operations skip kernels registered for CPU autocast.
 
     `torch._C._ExcludeDispatchKeyGuard`; `torch.autocast(enabled=False)` would affect other operations too.
-
-    Raises:
-        UnsupportedTorchError: torch has no such context.
     """
     with needed_for("Planning autocast as on CUDA"):
         guard: AbstractContextManager[object] = of._ExcludeDispatchKeyGuard(
@@ -77,11 +63,7 @@ def without_autocast_kernels(of: Any = torch._C) -> AbstractContextManager[objec
 
 @contextmanager
 def kernel_library(make: Callable[[], Any] = lambda: torch.library.Library("aten", "IMPL")) -> Iterator[Any]:
-    """Yield a library of kernels and unregister them afterwards with `Library._destroy`.
-
-    Raises:
-        UnsupportedTorchError: kernels cannot be unregistered; none is registered then.
-    """
+    """Yield a library of kernels and unregister them afterwards with `Library._destroy`."""
     library = make()
     with needed_for("Planning autocast as on CUDA"):
         # Look this up before any kernel is registered.
@@ -96,9 +78,6 @@ def without_subclasses(of: Any = torch._C) -> AbstractContextManager[object]:  #
     """Return a context in which torch ignores `__torch_function__` of tensor subclasses.
 
     `torch._C.DisableTorchFunction`, or else `DisableTorchFunctionSubclass`, which leaves modes on.
-
-    Raises:
-        UnsupportedTorchError: torch has neither.
     """
     kind = getattr(of, "DisableTorchFunction", None)
     with needed_for("Planning a step"):
@@ -110,9 +89,6 @@ def checkpointed(module: nn.Module, options: Mapping[str, Any]) -> nn.Module:
     """Return a module wrapped in activation checkpointing that forwards attributes of the original.
 
     `torch.distributed.algorithms._checkpoint.checkpoint_wrapper`, also used with FSDP.
-
-    Raises:
-        UnsupportedTorchError: torch has moved the wrapper.
     """
     with needed_for("Planning activation checkpointing"):
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: PLC0415
@@ -130,9 +106,6 @@ def imagined_store() -> Store:
     """Return the store of a process group with the backend "fake".
 
     The import registers the backend and its collectives for fake tensors.
-
-    Raises:
-        UnsupportedTorchError: torch has no such backend.
     """
     with needed_for("Planning a step on several ranks"):
         from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415

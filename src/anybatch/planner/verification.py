@@ -16,6 +16,7 @@ from anybatch.errors import PlanError
 from anybatch.memory.device_memory import outside_bytes
 from anybatch.parallel.world import World
 from anybatch.planner.budget import catalogued
+from anybatch.planner.fit import Fit
 from anybatch.planner.measurements import (
     LEAST_OUTSIDE_BYTES,
     MOST_EXCESS,
@@ -26,35 +27,22 @@ from anybatch.planner.measurements import (
     subject,
     versions_here,
 )
-from anybatch.planner.proposals.fit import Fit
-from anybatch.planner.report import Plan
+from anybatch.planner.plan import Plan
 from anybatch.planner.trace.step_spec import NUM_MICRO_BATCHES, StepSpec, samples_in_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """Predicted and measured memory of a step.
+    """Predicted and measured memory of a step."""
 
-    Attributes:
-        device: the device that ran the step.
-        name: the device's type, and its driver's name.
-        planned_bytes: predicted peak of tensors.
-        measured_bytes: measured peak of tensors.
-        planned_reserved_bytes: predicted peak of the allocator, without a limit; None on a CPU.
-        measured_reserved_bytes: measured peak of the allocator; None on a CPU.
-        outside_bytes: memory used outside of the allocator; None on a CPU.
-        too_large: micro-batch sizes that ran out of memory.
-        num_micro_batches: micro-batches of the step.
-    """
-
-    device: str
-    name: str
-    planned_bytes: int
-    measured_bytes: int
-    planned_reserved_bytes: int | None
-    measured_reserved_bytes: int | None
-    outside_bytes: int | None
-    too_large: tuple[int, ...]
+    device: str  # the device that ran the step
+    name: str  # the device's type, and its driver's name
+    planned_bytes: int  # predicted peak of tensors
+    measured_bytes: int  # measured peak of tensors
+    planned_reserved_bytes: int | None  # predicted peak of the allocator, without a limit; None on a CPU
+    measured_reserved_bytes: int | None  # measured peak of the allocator; None on a CPU
+    outside_bytes: int | None  # memory used outside of the allocator; None on a CPU
+    too_large: tuple[int, ...]  # micro-batch sizes that ran out of memory
     num_micro_batches: int = NUM_MICRO_BATCHES
 
     def __str__(self) -> str:
@@ -74,11 +62,6 @@ class Verification:
 
 def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification:
     """Run the planned step on a device with a new model and repeated samples, and compare the memory.
-
-    Args:
-        spec: the planned step, for one rank, with a function in `train`.
-        fit: the planned micro-batch size and memory.
-        device: the device.
 
     Raises:
         PlanError: the spec is for several ranks, or its model or optimizer already exists.
@@ -127,13 +110,7 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification
 
 
 def keep(found: Verification, plan: Plan, known: KnownDevices) -> str:
-    """Store the measurements of a plan; return a sentence with the file, or with the reason for not storing them.
-
-    Args:
-        found: measurements of the step.
-        plan: the verified plan.
-        known: the file of measured steps.
-    """
+    """Store the measurements of a plan; return a sentence with the file, or with the reason for not storing them."""
     step, device = _step(found, plan, known.today()), plan.budget.device
     if found.too_large:
         return "not kept: the planned size ran out of memory, so a smaller one was measured"

@@ -23,7 +23,7 @@ from anybatch.recipes.run_folder import Origin, RunFolder, RunHeader, Stretch
 from anybatch.recipes.start import LEARNED, JobRun, num_steps_of, resolve_settings, scheduler_function, start
 
 if TYPE_CHECKING:
-    from anybatch.recipes.planning.size_limit import Largest
+    from anybatch.recipes.planning.plan import Largest
 
 ResultT = TypeVar("ResultT")
 
@@ -124,7 +124,7 @@ def _planned_largest(job: Job, world: World, devices: KnownDevices | None) -> "L
     """Return the planner's limit; None on a CPU, where planning takes longer than it saves (docs/log.md)."""
     if world.device.type != "cuda":
         return None
-    from anybatch.recipes.planning.size_limit import planned_for_job  # noqa: PLC0415 (imports the planner)
+    from anybatch.recipes.planning.plan import planned_for_job  # noqa: PLC0415 (imports the planner)
 
     return planned_for_job(job, world, devices)
 

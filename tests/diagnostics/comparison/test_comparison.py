@@ -19,8 +19,8 @@ from anybatch.diagnostics.compared_ranks import variance_of
 from anybatch.diagnostics.compared_ways import Way, ways_of
 from anybatch.diagnostics.figures import draw_comparison
 from anybatch.errors import BatchSizeError, UserError
-from anybatch.planner.forecast.forecast import largest_worlds
-from anybatch.planner.forecast.workload import Cluster
+from anybatch.planner.forecast import largest_worlds
+from anybatch.planner.forecast_report import Cluster
 from anybatch.recipes.load import MeasuredJob
 from tests.cli.small import SPEC
 from tests.raising import raises

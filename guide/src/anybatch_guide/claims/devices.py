@@ -17,7 +17,7 @@ from anybatch.cli.compare import first_batches
 from anybatch.core.run_config import RunConfig
 from anybatch.diagnostics import compare
 from anybatch.diagnostics.compare import ComparisonReport
-from anybatch.planner.forecast.forecast import forecast
+from anybatch.planner.forecast import forecast
 from anybatch.recipes.load import MeasuredJob
 from anybatch.testing import RankPool
 from anybatch_guide.claims import rules

@@ -4,8 +4,8 @@ from typing import Any
 
 from anybatch.core.collectives import parse_link
 from anybatch.core.geometry import SecondsFit
-from anybatch.planner.forecast.forecast import forecast
-from anybatch.planner.forecast.workload import Cluster, StrategyName, Workload
+from anybatch.planner.forecast import forecast
+from anybatch.planner.forecast_report import Cluster, StrategyName, Workload
 from anybatch_guide.experiment import Data, Emit, Experiment
 
 LINKS = ("1Gbit,1ms", "10Gbit,50us", "100Gbit,10us", "400Gbit,5us")

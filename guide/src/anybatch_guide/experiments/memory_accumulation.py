@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from anybatch.memory.timeline import ORDER
+from anybatch.memory.trace import ORDER
 from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.memory.accumulated import AccumulationConfig, all_configs, measure_accumulated
 from anybatch_guide.memory.small import ACCUMULATED

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from anybatch.memory.timeline import ORDER, MemoryTimeline, timeline
-from anybatch.memory.trace import fit
+from anybatch.memory.trace import ORDER, MemoryTimeline, fit, timeline
 from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.memory.plain_step import OutOfMemory, trace_plain_step, try_plain_step
 from anybatch_guide.memory.small import SMALL_MODELS, SmallModel

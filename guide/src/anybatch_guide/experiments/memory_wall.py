@@ -4,9 +4,9 @@ from typing import Any
 
 from anybatch.core.geometry import even_size
 from anybatch.core.run_config import PrecisionName
-from anybatch.memory.timeline import ORDER
-from anybatch.planner.report import Plan
-from anybatch.recipes.planning.known_models import KNOWN_MODELS
+from anybatch.memory.trace import ORDER
+from anybatch.planner.plan import Plan
+from anybatch.recipes.planning.decoder import KNOWN_MODELS
 from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.memory.formulas import (
     AUTOCAST_ADAM,

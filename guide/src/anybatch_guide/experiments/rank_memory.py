@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import anybatch as ab
 from anybatch.diagnostics.memory_report import record_memory
-from anybatch.memory.timeline import ORDER
+from anybatch.memory.trace import ORDER
 from anybatch.parallel.local_parts import is_dtensor, local_part
 from anybatch.testing import RankPool
 from anybatch_guide.experiment import Data, Emit, Experiment

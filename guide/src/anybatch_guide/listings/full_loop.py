@@ -16,8 +16,7 @@ from torch.nn.functional import cross_entropy
 import anybatch as ab
 from anybatch.core.records import Observer
 from anybatch.events.jsonl import read_jsonl
-from anybatch.recipes.planning.decoder import Decoder
-from anybatch.recipes.planning.known_models import DecoderConfig
+from anybatch.recipes.planning.decoder import Decoder, DecoderConfig
 
 CONFIG = DecoderConfig(
     model_type="gpt2",

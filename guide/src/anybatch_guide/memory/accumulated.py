@@ -8,7 +8,7 @@ import torch
 import anybatch as ab
 from anybatch.core.run_config import PrecisionName
 from anybatch.diagnostics.memory_report import record_memory
-from anybatch.memory.timeline import MemoryTimeline
+from anybatch.memory.trace import MemoryTimeline
 from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch_guide.memory.small import SmallModel, own_random_numbers
 

@@ -8,8 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from anybatch.memory.ledger import MemoryLedger
-from anybatch.memory.timeline import timeline
-from anybatch.memory.trace import MemoryTrace, Phase
+from anybatch.memory.trace import MemoryTrace, Phase, timeline
 from anybatch.testing import memory_budget
 from anybatch_guide.memory.small import Batch, SmallModel, own_random_numbers
 

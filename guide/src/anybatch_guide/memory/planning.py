@@ -13,12 +13,11 @@ from anybatch.core.run_config import PrecisionName
 from anybatch.core.splitting import Cut, plan_batch
 from anybatch.engine.arguments import TrainSpec
 from anybatch.planner.budget import budget_of
+from anybatch.planner.changes import changed, named_change
 from anybatch.planner.envelopes import Envelopes, find_envelopes
-from anybatch.planner.proposals.changes import changed, named_change
-from anybatch.planner.proposals.fit import PlanTarget, fit_of
-from anybatch.planner.report import Plan
-from anybatch.planner.trace.checkpointing import as_module
-from anybatch.planner.trace.step_spec import StepSpec, built
+from anybatch.planner.fit import PlanTarget, fit_of
+from anybatch.planner.plan import Plan
+from anybatch.planner.trace.step_spec import StepSpec, as_module, built
 from anybatch.recipes.planning.subjects import load_subject
 
 OptimizerName = Literal["AdamW", "fused AdamW"]

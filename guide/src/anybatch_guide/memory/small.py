@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from anybatch.recipes.planning.decoder import Decoder
-from anybatch.recipes.planning.known_models import DecoderConfig
+from anybatch.recipes.planning.decoder import Decoder, DecoderConfig
 from anybatch.recipes.planning.subjects import next_token_loss
 
 Batch = dict[str, Tensor]

@@ -4,8 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from anybatch.memory.timeline import ORDER, MemoryTimeline
-from anybatch.memory.trace import Category
+from anybatch.memory.trace import ORDER, Category, MemoryTimeline
 
 
 def peak_of(timeline: MemoryTimeline) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-/** A plan as `anybatch plan` prints it: src/anybatch/planner/report.py, core/splitting.py, core/units.py. */
+/** A plan as `anybatch plan` prints it: src/anybatch/planner/plan.py, core/splitting.py, core/units.py. */
 import type { Budget, Plan } from "./planner";
 
 const BYTE_UNITS = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"];

@@ -36,7 +36,7 @@ from anybatch.engine.micro_batches import to_device
 from anybatch.engine.torch_internals import is_compiled
 from anybatch.engine.user_code import SeededGenerators, without_side_effects
 from anybatch.errors import BatchSizeError
-from anybatch.memory.host_memory import HostRoom
+from anybatch.memory.device_memory import HostRoom
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
 

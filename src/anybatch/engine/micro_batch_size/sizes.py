@@ -16,7 +16,7 @@ from anybatch.engine.micro_batch_size.search import WORTH_TIMING, Auto, FoundSiz
 from anybatch.engine.micro_batches import PlannedBatch, plan_effective_batch
 from anybatch.engine.notifier import software_versions
 from anybatch.errors import BatchSizeError, CompositionError, DataError, PlanError
-from anybatch.memory.host_memory import HostRoom, device_name
+from anybatch.memory.device_memory import HostRoom, device_name
 from anybatch.parallel.world import World
 
 MicroBatchSize = int | Literal["auto"] | Auto | TokenBudget | None

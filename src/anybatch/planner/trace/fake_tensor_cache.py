@@ -26,7 +26,7 @@ from anybatch.planner.torch_internals import (
     undispatched,
     warn_of_data,
 )
-from anybatch.planner.trace.data_reads import WATCHED
+from anybatch.planner.trace.refusals import WATCHED
 
 # Exact types, since a subclass may compare and hash in its own way.
 _PLAIN = frozenset(
@@ -61,25 +61,15 @@ class _Argument:
 
 @dataclass(frozen=True, slots=True)
 class _TensorMetadata:
-    """Metadata to recreate one result.
+    """Metadata to recreate one result."""
 
-    Attributes:
-        base: the number of the argument whose storage it shares; None for new storage.
-        size: shape.
-        stride: strides.
-        offset: storage offset; for a view, relative to the offset of its base.
-        dtype: element type.
-        device: emulated device.
-        attributes: the Python attributes set by torch.
-    """
-
-    base: int | None
+    base: int | None  # the number of the argument whose storage it shares; None for new storage
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
+    offset: int  # storage offset; for a view, relative to the offset of its base
+    dtype: torch.dtype  # element type
     device: torch.device
-    attributes: Mapping[str, object]
+    attributes: Mapping[str, object]  # the Python attributes set by torch
 
     def made(self, tensors: Sequence[FakeTensor], mode: FakeTensorMode) -> FakeTensor:
         """Create the tensor like `FakeTensor.__new__`, but without its checks."""
@@ -98,15 +88,10 @@ class _TensorMetadata:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CachedResult:
-    """The result of an operation.
+    """The result of an operation."""
 
-    Attributes:
-        kind: `tuple` or `list`; None for a single result.
-        parts: the results; integers and None are stored directly.
-    """
-
-    kind: type | None
-    parts: tuple[_TensorMetadata | _Argument | int | None, ...]
+    kind: type | None  # `tuple` or `list`; None for a single result
+    parts: tuple[_TensorMetadata | _Argument | int | None, ...]  # the results; integers and None are stored directly
 
     def made(self, tensors: Sequence[FakeTensor], mode: FakeTensorMode) -> Any:  # noqa: ANN401 (any result)
         """Create the result for the tensors among the arguments."""
@@ -120,14 +105,7 @@ class _CachedResult:
 
 
 class ResultCache:
-    """Results of operations on fake tensors, shared by many traces.
-
-    Args:
-        enabled: False runs every operation, with the same results in five times the time.
-
-    Attributes:
-        results: results by key; None for a result that cannot be recreated.
-    """
+    """Results of operations on fake tensors, shared by many traces."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self.enabled = enabled
@@ -155,15 +133,6 @@ class FakeLedger(MemoryLedger):
 
     Not cached: operations that read numbers, operations in `WATCHED`, operations of other libraries, and operations
     whose first result cannot be recreated from its metadata.
-
-    Args:
-        mode: the fake mode of the tensors, entered before this ledger.
-        on_operation: called after each operation.
-        pool: returns the number of the allocator pool to use; None for pool 0 only.
-        cache: cache shared with other traces; None for a new one.
-
-    Attributes:
-        entry: the cache entry of the last result; None if the operation was run.
     """
 
     def __init__(
@@ -191,11 +160,7 @@ class FakeLedger(MemoryLedger):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 (any result)
-        """Run an operation, record it and return its result.
-
-        Raises:
-            NotImplementedError: the memory that the operation saves is unknown without running it.
-        """
+        """Run an operation, record it and return its result."""
         # Two thirds of all calls during planning query a device, so check for this first.
         if func is DEVICE and type(args[0]) is FakeTensor:
             return _device_of(args[0])

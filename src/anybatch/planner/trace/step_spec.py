@@ -1,16 +1,193 @@
-"""Description of a training step to plan, without its micro-batch size and the device's memory."""
+"""The step to plan, its activation checkpointing, and its fake twin.
 
+A fake twin is a deep copy in which every tensor has a shape and a type, but no data. Tensors that share memory share it
+in the twin too, so tied weights stay tied. No data is copied and no user code runs.
+"""
+
+import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, Literal, TypeVar
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from anybatch.core.loss import declared
-from anybatch.core.tree import Batch
+from anybatch.core.tensors import repeated_blocks
+from anybatch.core.torch_internals import storage_key
+from anybatch.core.tree import Batch, resize_samples
 from anybatch.engine.arguments import TrainSpec
+from anybatch.engine.user_code import Model
+from anybatch.errors import CannotPlanError
 from anybatch.parallel.strategy import Strategy
+from anybatch.planner.torch_internals import checkpointed, known_operations, without_subclasses
 from anybatch.planner.trace.cuda_emulation import Profile
-from anybatch.planner.trace.fake_model import build
 from anybatch.planner.trace.fake_tensor_cache import ResultCache
+
+Keeping = Literal["inputs", "products"]
+"""Activations that a checkpointed block saves: its inputs, or also the results of matrix products and attention."""
+
+_PRODUCTS: Final = known_operations(
+    [
+        *("mm.default", "addmm.default", "bmm.default", "baddbmm.default", "convolution.default"),
+        "_scaled_dot_product_flash_attention.default",
+        "_scaled_dot_product_efficient_attention.default",
+        "_scaled_dot_product_cudnn_attention.default",
+        "_scaled_dot_product_flash_attention_for_cpu.default",
+    ]
+)
+
+
+def as_module(model: Model) -> nn.Module:
+    """Return a model, or a mapping of models, as one module."""
+    return nn.ModuleDict(dict(model)) if isinstance(model, Mapping) else model
+
+
+def checkpoint_blocks(model: Model, keeping: Keeping = "inputs", *, every: int = 1) -> Model:
+    """Wrap the repeated blocks of a model in activation checkpointing; return the model."""
+    contexts: dict[str, Any] = {}
+    if keeping == "products":
+        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+    for blocks in repeated_blocks(as_module(model)):
+        for name in blocks.names[::every]:
+            wrapped = checkpointed(blocks.parent.get_submodule(name), contexts)
+            setattr(blocks.parent, name, wrapped)
+    return model
+
+
+def _keep_products(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    del context, args, kwargs
+    return CheckpointPolicy.MUST_SAVE if operation in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+ValueT = TypeVar("ValueT")
+Mode = AbstractContextManager[object]
+"""A `FakeTensorMode`."""
+
+
+def build(factory: Callable[[], ValueT]) -> tuple[ValueT, str | None]:
+    """Call a factory on the meta device, or normally if that fails; restore the random state."""
+    # Initialisation draws random numbers, and a plan must not advance the user's generators.
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with torch.device("meta"):
+                return factory(), None
+        except Exception as error:  # noqa: BLE001 (the factory is called again and may raise its own error then)
+            reason = f"{type(error).__name__}: {error}"
+        return factory(), reason
+
+
+def fake_twin(value: ValueT, mode: Mode) -> ValueT:
+    """Return a deep copy of modules, optimizers or containers in which all tensors are fake CPU tensors.
+
+    Objects passed in one call stay connected: the optimizer in `fake_twin((model, optimizer), mode)` updates the twin's
+    parameters.
+
+    Raises:
+        CannotPlanError: a tensor cannot be fake, or an object cannot be copied.
+    """
+    replacement = _Replacement(mode)
+    try:
+        with replacement:
+            return copy.deepcopy(value, replacement.known_parameters(value))
+    except CannotPlanError:
+        raise
+    except Exception as error:
+        message = f"cannot plan, will probe: the model cannot be copied ({type(error).__name__}: {error})."
+        raise CannotPlanError(message) from error
+
+
+def fake_batch(sample: Batch, num_samples: int, mode: Mode) -> Batch:
+    """Return a batch of `num_samples` fake samples, each shaped like those of `sample`; no data is read."""
+
+    def resize(tensor: torch.Tensor) -> torch.Tensor:
+        shape = (num_samples, *tensor.shape[1:]) if tensor.dim() else ()
+        last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)  # noqa: PLR2004 (NCHW)
+        # With one channel a tensor has both layouts; treat it as contiguous.
+        layout = torch.channels_last if last and not tensor.is_contiguous() else torch.contiguous_format
+        with mode:
+            return torch.empty(shape, dtype=tensor.dtype, device="cpu", memory_format=layout)
+
+    return resize_samples(sample, num_samples, resize)
+
+
+class _Replacement(TorchFunctionMode):
+    """While entered, deep copies of tensors are fake twins."""
+
+    def __init__(self, mode: Mode) -> None:
+        super().__init__()
+        self._mode = mode
+        # Keep each storage alive, so that its key is not reused.
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+
+    def __torch_function__(
+        self,
+        func: Any,  # noqa: ANN401 (torch's type has no name in public)
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 (any result)
+        """Replace the functions that copy tensors and parameters."""
+        del types
+        if func is torch.Tensor.__deepcopy__:
+            return self.twin(args[0])
+        if func is torch.Tensor.clone:  # a parameter outside of any module clones its data
+            return self.twin(args[0])
+        return func(*args, **(kwargs or {}))
+
+    def known_parameters(self, value: object) -> dict[int, Any]:
+        """Return the twins of all module parameters in a structure, with their attributes, by id."""
+        memo: dict[int, Any] = {}
+        for module in _modules_in(value):
+            for parameter in module.parameters():
+                if id(parameter) not in memo:
+                    twin = nn.Parameter(self.twin(parameter), requires_grad=parameter.requires_grad)
+                    # `nn.Parameter` does not copy attributes set by the user.
+                    twin.__dict__.update(parameter.__dict__)
+                    memo[id(parameter)] = twin
+        return memo
+
+    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the twin of a tensor, in new memory or in the twin of shared memory."""
+        plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+        if not plain or tensor.is_quantized:
+            message = (
+                f"cannot plan, will probe: tensors of type {type(tensor).__name__} with layout {tensor.layout} are not "
+                "supported."
+            )
+            raise CannotPlanError(message)
+        size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
+        storage = tensor.untyped_storage()
+        with without_subclasses(), self._mode, torch.no_grad():
+            known = self._storages.get(storage_key(storage))
+            if known is None:
+                made = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+                # The usual case: the tensor fills its storage. A view of a larger storage needs that storage first.
+                if made.untyped_storage().nbytes() == storage.nbytes() and not tensor.storage_offset():
+                    self._storages[storage_key(storage)] = storage, made
+                    return made
+                made = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
+                self._storages[storage_key(storage)] = known = storage, made
+            shared = known[1].untyped_storage()
+            empty = torch.empty(0, dtype=dtype, device="cpu")
+            return empty.set_(shared, tensor.storage_offset(), size, stride)
+
+
+def _modules_in(value: object) -> list[nn.Module]:
+    """Return the modules in nested tuples, lists and mappings, and in attributes of other objects."""
+    if isinstance(value, nn.Module):
+        return [value]
+    if isinstance(value, Mapping):
+        return [module for item in value.values() for module in _modules_in(item)]
+    if isinstance(value, tuple | list):
+        return [module for item in value for module in _modules_in(item)]
+    return [item for item in getattr(value, "__dict__", {}).values() if isinstance(item, nn.Module)]
+
 
 NUM_MICRO_BATCHES = 2
 """Two are enough: from the second on, gradients are already allocated."""
@@ -20,36 +197,18 @@ MakeTrainSpec = Callable[[], TrainSpec]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepSpec:
-    """A training step to plan.
+    """A training step to plan."""
 
-    Args:
-        train: the model, loss and optimizer; or a function that creates them without allocating memory, called again
-            for each change of the model. The scheduler and the check of the loss are ignored.
-        sample: a batch of at least one sample, as the model receives it; only shapes and types are used.
-        strategy: name of a strategy of `Engine`, or a function () -> strategy.
-        world_size: number of ranks.
-        device_bytes: memory of each rank's device, used by "auto" and by FSDP's reduction; None for no limit, as on a
-            CPU.
-        num_micro_batches: micro-batches of a rank in the traced steps; 1 for a step without accumulation.
-        input_samples: number of samples whose inputs are in memory on a CPU, where the user holds the whole batch; None
-            for the samples of the traced micro-batches.
-        called: names of block classes and attributes in the library's model, by their names in this model; suggested
-            code uses the library's names.
-        profile: device type whose allocations are planned, "cuda" or "cpu".
-        cache: results of operations on fake tensors, shared by all traces of this step and its variants;
-            `ResultCache(enabled=False)` gives the same plan in up to five times the time.
-    """
-
-    train: TrainSpec | MakeTrainSpec
-    sample: Batch
-    strategy: str | Callable[[], Strategy] = "auto"
+    train: TrainSpec | MakeTrainSpec  # the scheduler and the check of the loss are ignored
+    sample: Batch  # a batch of at least one sample, as the model receives it; only shapes and types are used
+    strategy: str | Callable[[], Strategy] = "auto"  # name of a strategy of `Engine`, or a function () -> strategy
     world_size: int = 1
-    device_bytes: int | None = None
-    num_micro_batches: int = NUM_MICRO_BATCHES
-    input_samples: int | None = None
-    called: Mapping[str, str] = field(default_factory=dict)
-    profile: Profile = "cuda"
-    cache: ResultCache = field(default_factory=ResultCache)
+    device_bytes: int | None = None  # memory of each rank's device
+    num_micro_batches: int = NUM_MICRO_BATCHES  # micro-batches of a rank in the traced steps
+    input_samples: int | None = None  # number of samples whose inputs are in memory on a CPU
+    called: Mapping[str, str] = field(default_factory=dict)  # this model's names: the library's, for suggested code
+    profile: Profile = "cuda"  # device type whose allocations are planned, "cuda" or "cpu"
+    cache: ResultCache = field(default_factory=ResultCache)  # results of operations on fake tensors
 
     @property
     def trained(self) -> TrainSpec:
@@ -58,11 +217,7 @@ class StepSpec:
         return self.train
 
     def with_train(self, **changes: object) -> "StepSpec":
-        """Return the step, which must be built, with changed fields of its `TrainSpec`.
-
-        Args:
-            changes: fields of `TrainSpec`.
-        """
+        """Return the step, which must be built, with changed fields of its `TrainSpec`."""
         return dataclasses.replace(self, train=dataclasses.replace(self.trained, **changes))  # type: ignore[arg-type]  # mypy does not know the fields
 
 
@@ -71,10 +226,6 @@ def samples_in_memory(spec: StepSpec, share: int | None) -> int | None:
 
     If a loss counts items in the data, a CPU rank loads its whole share before the first micro-batch, since the divisor
     depends on it. An accelerator still receives one micro-batch at a time.
-
-    Args:
-        spec: a built step.
-        share: samples of a rank; None if unknown.
     """
     if spec.profile != "cpu":
         return None
@@ -83,14 +234,7 @@ def samples_in_memory(spec: StepSpec, share: int | None) -> int | None:
 
 
 def built(spec: StepSpec) -> tuple[StepSpec, str | None]:
-    """Create the step's model, without memory if possible.
-
-    Args:
-        spec: the step, built or not.
-
-    Returns:
-        The built step, and the reason if its model needed real memory; otherwise None.
-    """
+    """Return the step with its model, made without memory if possible, and the reason if it needed real memory."""
     if isinstance(spec.train, TrainSpec):
         return spec, None
     # On the meta device a model of any size needs no memory, unless its code reads numbers.

@@ -24,52 +24,37 @@ from anybatch.memory.torch_internals import FakeTensorMode, tree_leaves
 from anybatch.memory.trace import Allocation, MemoryTrace, Phase
 from anybatch.parallel.local_parts import is_dtensor, local_part
 from anybatch.parallel.world import World
-from anybatch.planner.cost.operations import OperationRecorder
+from anybatch.planner.operations import OperationRecorder
 from anybatch.planner.torch_internals import saves_on_host
-from anybatch.planner.trace.checkpointing import as_module
 from anybatch.planner.trace.cuda_emulation import allocating_as, choose_foreach
-from anybatch.planner.trace.data_reads import HostReads
-from anybatch.planner.trace.fake_model import fake_batch, fake_twin
-from anybatch.planner.trace.fake_ranks import StreamPools, fake_ranks, resizes_booked, with_gradients
+from anybatch.planner.trace.fake_ranks import AllRows, StreamPools, fake_ranks, resizes_booked, with_gradients
 from anybatch.planner.trace.fake_tensor_cache import FakeLedger, fake_mode
-from anybatch.planner.trace.joint_rows import AllRows
 from anybatch.planner.trace.refusals import (
+    HostReads,
     as_planning_errors,
     not_followed,
     refuse_long_loop,
     refuse_strategy,
     refuse_undescribed,
 )
-from anybatch.planner.trace.step_spec import StepSpec, built
+from anybatch.planner.trace.step_spec import StepSpec, as_module, built, fake_batch, fake_twin
 
 _PHASES: Mapping[str, Phase] = {"reduce": "reduce", "clip": "clip", "update": "update"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
-    """Allocations of one rank in a step.
+    """Allocations of one rank in a step."""
 
-    Attributes:
-        steady: any step after the first, with the optimizer's state already allocated.
-        first: the first step, including the engine's set-up.
-        numbers_read: how many unknown numbers the program read from tensors during forward and backward.
-        truths_read: the same for truth values.
-        read_at: location of the first read, as text to append to a sentence.
-        is_drawn: whether the first read depends on a number drawn by `torch.rand`.
-        sharded: the strategy shards the weights and gathers them in every micro-batch.
-        decisions: the engine's decisions while it was built, by topic.
-        notes: features of the program that the trace does not follow.
-    """
-
-    steady: MemoryTrace
-    first: MemoryTrace
-    numbers_read: int
-    truths_read: int
-    read_at: str = ""
-    is_drawn: bool = False
-    sharded: bool = False
-    decisions: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    steady: MemoryTrace  # any step after the first, with the optimizer's state already allocated
+    first: MemoryTrace  # the first step, including the engine's set-up
+    numbers_read: int  # how many unknown numbers the program read from tensors during forward and backward
+    truths_read: int  # the same for truth values
+    read_at: str = ""  # location of the first read, as text to append to a sentence
+    is_drawn: bool = False  # whether the first read depends on a number drawn by `torch.rand`
+    sharded: bool = False  # the strategy shards the weights and gathers them in every micro-batch
+    decisions: Mapping[str, str] = field(default_factory=dict)  # the engine's decisions while it was built, by topic
+    notes: tuple[str, ...] = ()  # features of the program that the trace does not follow
 
 
 def trace_step(
@@ -83,12 +68,6 @@ def trace_step(
 
     The spec is not changed, no data is read, and almost no memory is allocated.
 
-    Args:
-        spec: the step to run.
-        micro_batch_size: samples of each micro-batch.
-        other_answers: return the alternative answers when the program reads numbers from tensors; see `HostReads`.
-        recorder: records the operations of the second step.
-
     Raises:
         CannotPlanError: the step cannot run without data.
         UserError: the engine rejects the spec.
@@ -98,12 +77,7 @@ def trace_step(
 
 
 class StepTracer:
-    """Context manager that runs the engine on a fake twin, step by step, with a fake process group.
-
-    Args:
-        spec: the step to run.
-        other_answers: return the alternative answers when the program reads numbers from tensors; see `HostReads`.
-    """
+    """Context manager that runs the engine on a fake twin, step by step, with a fake process group."""
 
     def __init__(self, spec: StepSpec, *, other_answers: bool = False) -> None:
         refuse_strategy(spec.strategy)
@@ -135,10 +109,6 @@ class StepTracer:
 
     def begin(self, micro_batch_size: int, recorder: OperationRecorder | None = None) -> StepTrace:
         """Create the engine, run two steps and return their allocations.
-
-        Args:
-            micro_batch_size: samples of each micro-batch.
-            recorder: records the operations of the second step.
 
         Raises:
             CannotPlanError: the step cannot run without data.
@@ -176,9 +146,6 @@ class StepTracer:
 
         Pieces left by the previous step, such as its last inputs, have the previous size. The returned trace replaces
         them with the pieces that this step leaves.
-
-        Args:
-            micro_batch_size: samples of each micro-batch.
 
         Raises:
             CannotPlanError: the step cannot run without data.
@@ -436,12 +403,6 @@ def _as_in_a_run(
 
     Pieces are numbered in the order of allocation, and the first step allocates some, such as the momentum, before
     pieces that later steps allocate again.
-
-    Args:
-        step: the trace of the step.
-        left: the pieces allocated after the step.
-        own: for each piece found by the step, whether it stays.
-        stays: the same for another step, with equal numbers of pieces and of staying pieces.
     """
     num_found = len(stays)
     # Pieces that stay are older than new ones, so they come first in `left`.

@@ -16,25 +16,34 @@ from anybatch.core.geometry import ceil_div, checked_int, refuse_unless
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.run_config import PrecisionName
+from anybatch.core.torch_internals import outside_modes
 from anybatch.core.tree import Batch
 from anybatch.engine.arguments import TrainSpec
 from anybatch.engine.precision import OptimizerFunction
 from anybatch.engine.user_code import Model
-from anybatch.errors import BatchSizeError, UserError
+from anybatch.errors import BatchSizeError, PlanError, UserError
+from anybatch.memory.device_memory import limit_of, memory_in_use, outside_bytes, read_host
+from anybatch.memory.trace import MemoryEnvelope
 from anybatch.parallel.strategy import Strategy
-from anybatch.planner.budget import budget_of, measured_of
-from anybatch.planner.cost.devices import Device
-from anybatch.planner.cost.step_time import Rates
+from anybatch.parallel.world import World
+from anybatch.planner.budget import COMMUNICATOR_BYTES, WORKSPACE_BYTES, DeviceMeasurements, budget_of, measured_of
+from anybatch.planner.changes import changed, named_change
+from anybatch.planner.devices import Device
+from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.measurements import KnownDevices
-from anybatch.planner.plan import make_plan
-from anybatch.planner.proposals.changes import changed, named_change
-from anybatch.planner.report import Plan
-from anybatch.planner.trace.fake_model import build
-from anybatch.planner.trace.step_spec import MakeTrainSpec, StepSpec
+from anybatch.planner.plan import Plan, make_plan
+from anybatch.planner.step_time import Rates
+from anybatch.planner.trace.cuda_emulation import Profile
+from anybatch.planner.trace.step_spec import MakeTrainSpec, StepSpec, build, built
 from anybatch.recipes.job import Job
-from anybatch.recipes.planning.library_models import subject_of_config
-from anybatch.recipes.planning.plan_subject import PlanSubject, adamw, with_optimizer
-from anybatch.recipes.planning.subjects import load_subject, subject_of_job
+from anybatch.recipes.planning.subjects import (
+    PlanSubject,
+    adamw,
+    load_subject,
+    subject_of_config,
+    subject_of_job,
+    with_optimizer,
+)
 
 _FUNCTIONS = ("optimizer", "strategy")
 _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
@@ -98,7 +107,7 @@ def plan(
         strategy: a name, as for `Engine`, or a function () -> strategy, such as `lambda: FSDP(replicas=2)`.
         headroom: part of the device to keep free; None: 10% if steps were measured on it, else 15%.
         known: cache of measured steps by device, used if `headroom` is None; None: no measurements.
-        rates: speed of the device, from `anybatch.planner.cost.calibration.measure_rates`; None: the data sheet of a
+        rates: speed of the device, from `anybatch.planner.calibration.measure_rates`; None: the data sheet of a
             device with a name.
         proposals: also plan single changes, each of which takes as long as the plan.
         fit: find the fastest combination of changes that fits, with the least effect on the computation, instead of
@@ -287,3 +296,98 @@ class _SameTensors(TorchFunctionMode):
         """Handle the functions that deep copies of tensors call."""
         del types
         return args[0] if func is torch.Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
+Largest = Callable[[Batch, int], int | None]
+"""The argument of `Auto(largest=...)`: function (batch, num_samples) -> largest size; None: no limit."""
+
+
+def planned_largest(
+    train: TrainSpec | MakeTrainSpec,
+    *,
+    device: torch.device | None = None,
+    world_size: int = 1,
+    budget_bytes: int | None = None,
+    headroom: float | None = None,
+    known: KnownDevices | None = None,
+) -> Largest:
+    """Return a function for `Auto(largest=...)` that plans the engine's step on the first batch.
+
+    ```python
+    auto = Auto(largest=planned_largest(make_train_spec))
+    engine = ab.Engine.from_spec(make_train_spec(), Hardware(micro_batch_size=auto))
+    ```
+
+    The plan is for one rank; a rank of `all_reduce` also needs memory for a communicator.
+
+    Args:
+        train: function () -> `TrainSpec`; the modules of an existing `TrainSpec` are traced as they are at the first
+            batch, with their hooks.
+        device: where to train; None: torch's accelerator if there is one, else the CPU.
+        world_size: number of ranks.
+        budget_bytes: memory for tensors; None: the free memory of the device.
+        headroom: part of the device to keep free; None: 10% if it was measured, else 15%.
+        known: cache of measured steps by device; None: no measurements.
+
+    Returns:
+        Function (batch, num_samples) -> size, at least 1. It raises `PlanError` if the step cannot be planned.
+    """
+
+    def largest(batch: Batch, num_samples: int) -> int:
+        place = _accelerator_or_cpu() if device is None else device
+        profile: Profile = "cpu" if place.type == "cpu" else "cuda"
+        try:
+            with outside_modes():  # an enforced budget would count the copy
+                spec, _ = built(StepSpec(train=train, sample=batch, strategy="single", profile=profile))
+                spec = spec.with_train(effective_batch_size=num_samples)
+                precision = spec.trained.precision
+                measured = DeviceMeasurements() if known is None else measured_of(place, "", precision, known)
+                left = measured.headroom if headroom is None else headroom
+                usable = (
+                    _usable_bytes(place, world_size, left) if budget_bytes is None else int(budget_bytes * (1.0 - left))
+                )
+                envelopes = find_envelopes(spec, usable, most_samples=num_samples)
+        except PlanError:
+            raise
+        except UserError as error:  # the engine raises it again a moment later
+            raise PlanError(str(error)) from error
+        found = envelopes.largest_allocated(max(0, usable - _other_bytes(place, envelopes.steady)))
+        if found == 0:
+            message = "the plan does not fit even one sample"
+            raise PlanError(message)
+        return num_samples if found is None else min(found, num_samples)
+
+    return largest
+
+
+def planned_for_job(job: Job, world: World, known: KnownDevices | None) -> Largest:
+    """Return the limit of `planned_largest` for a job with its default settings."""
+    return planned_largest(job.train_spec, device=world.device, world_size=world.size, known=known)
+
+
+def _accelerator_or_cpu() -> torch.device:
+    kind = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def _usable_bytes(device: torch.device, world_size: int, headroom: float) -> int:
+    """Return the memory of a device that is free for tensors, without other processes and the context."""
+    limit = limit_of(device)
+    if limit is not None:
+        communicator = COMMUNICATOR_BYTES if world_size > 1 else 0  # allocated by the first reduction
+        return int(limit * (1.0 - headroom)) - (outside_bytes(device) or 0) - communicator - WORKSPACE_BYTES
+    host = read_host() if device.type == "cpu" else None
+    if host is None:
+        message = f"the memory of {device} is not known"
+        raise PlanError(message)
+    return int(host.available_bytes * (1.0 - headroom)) // world_size
+
+
+def _other_bytes(device: torch.device, envelope: MemoryEnvelope) -> int:
+    """Return the bytes that this process has allocated beyond the plan, for example for another model."""
+    used = memory_in_use(device) if device.type == "cuda" else None
+    if used is None:
+        return 0
+    planned = envelope.at_peak(1).by_category
+    counted = sum(planned[name] for name in ("weights", "buffers", "gradients", "optimizer"))
+    return max(0, used.allocated_bytes - counted)

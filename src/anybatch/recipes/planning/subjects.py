@@ -1,22 +1,309 @@
-"""Finds the subject of a plan by name: a recipe, a published model, or a model of an installed library."""
+"""The subjects of plans: recipes, published models, and models of installed libraries, with a sample."""
 
 import difflib
+import importlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from anybatch.core.batch import lengths_of
-from anybatch.core.loss import mean_over_tokens
+from anybatch.core.loss import mean_over_samples, mean_over_tokens
+from anybatch.core.run_config import RunConfig
+from anybatch.core.tree import Batch
 from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import UserError
+from anybatch.planner.trace.step_spec import MakeTrainSpec
 from anybatch.recipes.job import Job
 from anybatch.recipes.load import RECIPES, load_recipe
-from anybatch.recipes.planning.decoder import Decoder
-from anybatch.recipes.planning.known_models import KNOWN_MODELS
-from anybatch.recipes.planning.library_models import subject_of_config_file, subject_of_library
-from anybatch.recipes.planning.plan_subject import PlanSubject, adamw, length_of
+from anybatch.recipes.planning.decoder import KNOWN_MODELS, Decoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSubject:
+    """A training step with its name and a sample."""
+
+    name: str
+    train: MakeTrainSpec  # builds what to train, with a new model each time
+    sample: Batch  # a batch of one sample, on the CPU
+    settings: RunConfig | None = None  # of a job; None for a model, whose batch size is not known before it is built
+    own_batch: bool = False  # the user makes whole batches
+    called: Mapping[str, str] = field(default_factory=dict)  # names of blocks in the user's code, as in `StepSpec`
+    notes: tuple[str, ...] = ()  # remarks for the user about the sample
+
+
+USUAL_TOKENS = 8_192
+"""Default tokens per sample: long-context models are trained at this length before their context is extended.
+
+Source: Grattafiori et al. 2024, section 3.4.2; Jiang et al. 2023, table 1.
+"""
+
+
+def adamw(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    """Return AdamW with the usual hyperparameters of language models."""
+    return torch.optim.AdamW([parameter for _, parameter in named], lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def _sgd(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in named], lr=0.1, momentum=0.9, weight_decay=1e-4)
+
+
+def _adafactor(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    return torch.optim.Adafactor([parameter for _, parameter in named], lr=1e-3)
+
+
+def _adam(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    return torch.optim.Adam([parameter for _, parameter in named], lr=1e-3)
+
+
+def _rmsprop(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    return torch.optim.RMSprop([parameter for _, parameter in named], lr=1e-3, momentum=0.9)
+
+
+OPTIMIZERS: Mapping[str, Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]] = MappingProxyType(
+    {"adamw": adamw, "adam": _adam, "sgd": _sgd, "adafactor": _adafactor, "rmsprop": _rmsprop}
+)
+"""Optimizers by name; only the size of their state matters to a plan."""
+
+
+def with_optimizer(subject: PlanSubject, name: str) -> PlanSubject:
+    """Return a subject that another optimizer trains."""
+    if name not in OPTIMIZERS:
+        message = f"unknown optimizer {name!r}; choose one of {', '.join(OPTIMIZERS)}."
+        raise UserError(message)
+    return replace(subject, train=lambda: replace(subject.train(), optimizer=OPTIMIZERS[name]))
+
+
+def length_of(asked: int | None, most: int | None, name: str) -> tuple[int | None, tuple[str, ...]]:
+    """Return the tokens per sample, given the requested number and the model's maximum, and a note about them."""
+    if asked is not None and most is not None and asked > most:
+        message = f"the sequence length {asked} exceeds the {most} tokens that {name} supports."
+        raise UserError(message)
+    if asked is not None or most is None or most <= USUAL_TOKENS:
+        return most if asked is None else asked, ()
+    note = f"sequences of {USUAL_TOKENS:,} tokens ({name} supports {most:,})"
+    return USUAL_TOKENS, (f"{note}; change with sequence_length (--sequence-length)",)
+
+
+LIBRARIES = ("transformers", "torchvision", "timm")
+"""Libraries whose models can be planned by name, as `timm:vit_large_patch16_224`."""
+_USUAL_PIXELS = 224
+_CLIP_TOKENS = 77
+_HEADS = ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION")
+"""Training tasks of transformers; the first one for which a model type has a class is used."""
+_UNPADDED = (
+    "planned for samples without padding, whose attention needs no mask; padded ones need masks, 1 to 5% more memory"
+)
+
+
+def subject_of_library(name: str, *, sequence_length: int | None = None) -> PlanSubject | None:
+    """Return the library model of this name (`name` or `library:name`); None if no installed library has it."""
+    library, _, model = name.rpartition(":")
+    if library and library not in LIBRARIES:
+        return None
+    having = [one for one in LIBRARIES if library in {"", one} and model in _names(one, required=bool(library))]
+    if len(having) > 1:
+        message = f"{name!r} is in {' and '.join(having)}: use {' or '.join(f'{one}:{name}' for one in having)}."
+        raise UserError(message)
+    if not having:
+        if library:
+            message = f"{library} has no model {model!r} that can be planned by name."
+            raise UserError(message)
+        return None
+    if having[0] == "transformers":
+        config = _module("transformers").AutoConfig.for_model(model)
+        if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+            # Any token works; without one, the model cannot shift its labels, and raises.
+            config.decoder_start_token_id = 0
+        return subject_of_config(config, sequence_length=sequence_length)
+    if sequence_length is not None:
+        message = f"a sequence length of {sequence_length} was given, but {name} takes images."
+        raise UserError(message)
+    return _subject_of_images(having[0], model)
+
+
+def subject_of_config_file(path: Path, *, sequence_length: int | None = None) -> PlanSubject:
+    """Return the model of a `config.json` of transformers or diffusers."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if "_class_name" in values:
+            return _subject_of_diffusers(values)
+        config = _module("transformers").AutoConfig.for_model(values.pop("model_type"), **values)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        message = (
+            f"{str(path)!r} is not a configuration of transformers: {type(error).__name__}: {error}. It must be "
+            "the config.json of a model, with a model_type, or of diffusers' UNet2DConditionModel."
+        )
+        raise UserError(message) from error
+    return subject_of_config(config, sequence_length=sequence_length)
+
+
+def subject_of_config(config: Any, *, sequence_length: int | None = None) -> PlanSubject:  # noqa: ANN401 (not a dependency)
+    """Return the model of a configuration of `transformers`, with a sample such as its tokenizer would make."""
+    name = next(iter(config.architectures or ()), None)
+    kind = _class_of(config, name)
+    most = next(
+        (found for one in ("max_position_embeddings", "n_positions") if (found := getattr(config, one, None))), None
+    )
+    length, notes = length_of(sequence_length, most, name or config.model_type)
+    sample = _sample(config, kind, length)
+    over_tokens = sample["labels"].dim() > 1
+    # A model that predicts the next token shifts its labels itself.
+    of_tokens = mean_over_tokens(own_loss, labels="labels", shift=_predicts_the_next(kind))
+    loss = of_tokens if over_tokens else mean_over_samples(own_loss)
+    return PlanSubject(
+        name=f"{kind.__name__} ({config.model_type})",
+        train=lambda: TrainSpec(model=kind(config), optimizer=adamw, loss=loss, clip=1.0),
+        sample=sample,
+        notes=(*notes, _UNPADDED) if "input_ids" in sample else (),
+    )
+
+
+def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the loss that a model of transformers computes, given labels."""
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def class_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the mean cross-entropy over images, of the first head if a model has several."""
+    logits = model(batch["image"])
+    return F.cross_entropy(logits if isinstance(logits, Tensor) else logits[0], batch["label"])
+
+
+def noise_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """Return the mean squared error between the noise in a batch of latents and a UNet's prediction of it."""
+    inputs = {name: value for name, value in batch.items() if name not in {"sample", "timestep", "noise"}}
+    (found,) = model(batch["sample"], batch["timestep"], return_dict=False, **inputs)
+    return F.mse_loss(found.float(), batch["noise"].float())
+
+
+def _subject_of_images(library: str, model: str) -> PlanSubject:
+    """Return an image classifier of torchvision or timm, at its published image size."""
+    module = _module(library)
+    if library == "timm":
+        settings = module.get_pretrained_cfg(model)
+        channels, height, width = (3, _USUAL_PIXELS, _USUAL_PIXELS) if settings is None else settings.input_size
+        make = partial(module.create_model, model)
+    else:
+        channels, height, width = 3, *(2 * (_pixels_of(module, model),))
+        make = partial(module.models.get_model, model)
+    return PlanSubject(
+        name=f"{library}:{model}",
+        train=lambda: TrainSpec(model=make(), optimizer=adamw, loss=mean_over_samples(class_loss)),
+        sample={"image": torch.zeros(1, channels, height, width), "label": torch.zeros(1, dtype=torch.int64)},
+    )
+
+
+def _pixels_of(torchvision: Any, model: str) -> int:  # noqa: ANN401 (a module)
+    """Return the image size, in pixels, that a model of torchvision was published for."""
+    weights = torchvision.models.get_model_weights(model)
+    crop = [one.transforms().crop_size[0] for one in list(weights)[:1]]
+    return crop[0] if crop else _USUAL_PIXELS
+
+
+def _subject_of_diffusers(values: Mapping[str, Any]) -> PlanSubject:
+    """Return a UNet of diffusers, trained to predict the noise in latents."""
+    name = values["_class_name"]
+    kind = getattr(_module("diffusers"), name, None)
+    if name != "UNet2DConditionModel" or kind is None:
+        message = f"a {name} of diffusers needs a sample. Plan it in Python: ab.plan(make, optimizer, loss, sample)."
+        raise UserError(message)
+    width, channels = values["cross_attention_dim"], values["in_channels"]
+    latents = torch.zeros(1, channels, values["sample_size"], values["sample_size"])
+    sample: dict[str, Any] = {
+        "sample": latents,
+        "noise": latents,
+        "timestep": torch.zeros(1, dtype=torch.int64),
+        "encoder_hidden_states": torch.zeros(1, _CLIP_TOKENS, width[0] if isinstance(width, Sequence) else width),
+    }
+    if values.get("addition_embed_type") == "text_time":
+        pooled = values["projection_class_embeddings_input_dim"] - 6 * values["addition_time_embed_dim"]
+        sample["added_cond_kwargs"] = {"text_embeds": torch.zeros(1, pooled), "time_ids": torch.zeros(1, 6)}
+
+    def make() -> TrainSpec:
+        return TrainSpec(model=kind.from_config(dict(values)), optimizer=adamw, loss=mean_over_samples(noise_loss))
+
+    return PlanSubject(name=f"diffusers:{name}", train=make, sample=sample)
+
+
+def _class_of(config: Any, name: str | None) -> Any:  # noqa: ANN401 (not a dependency)
+    """Return the model class of a configuration: the one it names, or the one for the usual task of such models."""
+    transformers = _module("transformers")
+    found = getattr(transformers, name, None) if name else None
+    if found is None:
+        auto = transformers.models.auto.modeling_auto
+        tables = (getattr(auto, f"MODEL_FOR_{head}_MAPPING_NAMES", {}) for head in _HEADS)
+        # An encoder-decoder does not predict the next token, even if its halves have such classes.
+        several = list(tables)[: 1 if getattr(config, "is_encoder_decoder", False) else None]
+        names = (one.get(config.model_type) for one in several)
+        found = next((getattr(transformers, one, None) for one in names if isinstance(one, str)), None)
+    if found is None:
+        message = (
+            f"the configuration does not determine the model of a {type(config).__name__}: "
+            f"architectures={config.architectures!r}. Set config.architectures, such as "
+            "['BertForSequenceClassification']."
+        )
+        raise UserError(message)
+    return found
+
+
+def _predicts_the_next(kind: type) -> bool:
+    return any(part in kind.__name__ for part in ("CausalLM", "LMHead"))
+
+
+def _sample(config: Any, kind: Any, length: int | None) -> dict[str, Tensor]:  # noqa: ANN401 (not a dependency)
+    """Return one unpadded sample for a model of transformers. Only its shape matters."""
+    if kind.main_input_name == "pixel_values" and hasattr(config, "image_size"):
+        size = config.image_size
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        pixels = torch.zeros(1, config.num_channels, height, width)
+        return {"pixel_values": pixels, "labels": torch.zeros(1, dtype=torch.int64)}
+    if kind.main_input_name != "input_ids":
+        message = (
+            f"{kind.__name__} takes {kind.main_input_name!r}, for which there is no sample. Plan it in Python, with "
+            "a batch of one sample: ab.plan(model, optimizer, loss, batch, ...)."
+        )
+        raise UserError(message)
+    if length is None:
+        message = f"{kind.__name__} takes any number of tokens: set the tokens per sample with a sequence length."
+        raise UserError(message)
+    tokens = torch.zeros(1, length, dtype=torch.int64)
+    # A sequence classifier has one label for all tokens, a token classifier one for each.
+    one_label = "Classification" in kind.__name__ and "Token" not in kind.__name__
+    return {"input_ids": tokens, "labels": torch.zeros(1, dtype=torch.int64) if one_label else tokens}
+
+
+def _names(library: str, *, required: bool) -> Sequence[str]:
+    """Return the model names of a library; empty if it is not installed and not `required`."""
+    try:
+        module = _module(library)
+    except UserError:
+        if required:
+            raise
+        return ()
+    if library == "transformers":
+        return list(module.models.auto.configuration_auto.CONFIG_MAPPING_NAMES)
+    names: Sequence[str] = (
+        module.models.list_models(module=module.models) if library == "torchvision" else module.list_models()
+    )
+    return names
+
+
+def _module(library: str) -> Any:  # noqa: ANN401 (a module)
+    try:
+        return importlib.import_module(library)
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision was built for another torch
+        message = f"this is a model of {library}, which is not installed or cannot be imported: pip install {library}."
+        raise UserError(message) from error
 
 
 def load_subject(name: str, *, sequence_length: int | None = None) -> PlanSubject:

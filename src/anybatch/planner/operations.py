@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from anybatch.core.torch_internals import storage_key
 from anybatch.memory.trace import Phase
-from anybatch.planner.cost.step_time import CostTrace, DtypeName, Operation, OperationKind
+from anybatch.planner.step_time import CostTrace, DtypeName, Operation, OperationKind
 from anybatch.planner.torch_internals import schema_of
 
 _PRODUCTS = {
@@ -39,10 +39,6 @@ class OperationRecorder:
     """Records the cost of every operation; an `OperationObserver` for the ledger.
 
     A forward after a backward starts the next micro-batch.
-
-    Attributes:
-        cached_result: returns an object that identifies the operation and its arguments, so that its cost is computed
-            only once; None for an uncached result.
     """
 
     def __init__(self) -> None:
@@ -93,16 +89,7 @@ def operation_of(
     phase: Phase,
     micro_batch: int = 0,
 ) -> Operation:
-    """Return the cost of an operation, from its arguments and its result.
-
-    Args:
-        func: the operation, as in `__torch_dispatch__`.
-        args: positional arguments; tensors may be fake.
-        kwargs: keyword arguments.
-        result: its result.
-        phase: phase in which it ran.
-        micro_batch: number of the micro-batch in the step, from 0.
-    """
+    """Return the cost of an operation, from its arguments and its result."""
     given = _tensors((args, kwargs))
     made = _tensors(result)
     changed = _changed(func, args, kwargs)

@@ -17,7 +17,7 @@ from typing import Literal
 from anybatch.core.geometry import ceil_div
 from anybatch.errors import PlanError
 from anybatch.memory.trace import Phase
-from anybatch.planner.cost.devices import Arithmetic, Device
+from anybatch.planner.devices import Arithmetic, Device
 
 OperationKind = Literal[
     "view", "matmul", "convolution", "convolution backward", "attention", "attention backward", "foreach", "other"
@@ -30,31 +30,18 @@ DtypeName = Literal["fp32", "bf16", "fp16"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One operation of a step.
+    """One operation of a step."""
 
-    Attributes:
-        name: name of the operation, such as `addmm`.
-        kind: kind of work.
-        phase: phase of the step in which it runs.
-        micro_batch: number of its micro-batch in the traced step; each backward ends one.
-        dtype: number format of its first tensor.
-        flops: floating-point operations; 0 if not counted for this kind.
-        bytes_read: bytes of its arguments.
-        bytes_written: bytes of its results and of arguments changed in place.
-        num_tensors: number of tensors that a foreach operation processes; otherwise 1.
-        dims: (batch, rows, columns, inner) of a matrix product; empty for others.
-    """
-
-    name: str
+    name: str  # name of the operation, such as `addmm`
     kind: OperationKind
-    phase: Phase
-    micro_batch: int = 0
-    dtype: DtypeName = "fp32"
-    flops: int = 0
+    phase: Phase  # phase of the step in which it runs
+    micro_batch: int = 0  # number of its micro-batch in the traced step; each backward ends one
+    dtype: DtypeName = "fp32"  # number format of its first tensor
+    flops: int = 0  # floating-point operations; 0 if not counted for this kind
     bytes_read: int = 0
-    bytes_written: int = 0
-    num_tensors: int = 1
-    dims: tuple[int, ...] = ()
+    bytes_written: int = 0  # bytes of its results and of arguments changed in place
+    num_tensors: int = 1  # number of tensors that a foreach operation processes; otherwise 1
+    dims: tuple[int, ...] = ()  # (batch, rows, columns, inner) of a matrix product; empty for others
 
     @property
     def num_bytes(self) -> int:
@@ -128,12 +115,7 @@ UNMEASURED_HOST_SECONDS = 8e-6
 
 
 def rates_of(device: Device, *, tf32: bool = False) -> Rates:
-    """Return the rates of a device from its data sheet.
-
-    Args:
-        device: the device.
-        tf32: fp32 products are computed in TF32 (`torch.set_float32_matmul_precision("high")`).
-    """
+    """Return the rates of a device from its data sheet."""
     single: Arithmetic = "tf32" if tf32 else "fp32"
     return Rates(
         name=device.name,
@@ -193,11 +175,7 @@ class CostLine:
     traced: tuple[int, int]
 
     def at(self, micro_batch_size: int) -> CostTrace:
-        """Return the operations at a micro-batch size.
-
-        Args:
-            micro_batch_size: samples of a micro-batch.
-        """
+        """Return the operations at a micro-batch size."""
         smaller, larger = self.traced
         part = (micro_batch_size - smaller) / (larger - smaller)
         pairs = zip(*(trace.operations for trace in self.traces), strict=True)
@@ -208,12 +186,6 @@ def fit_costs(trace_a: CostTrace, size_a: int, trace_b: CostTrace, size_b: int) 
     """Fit costs to two traces of the same program at different micro-batch sizes.
 
     Limits: the traffic of a loss over all pairs of samples is quadratic; trace at the size of interest instead.
-
-    Args:
-        trace_a: a step at micro-batch size `size_a`.
-        size_a: samples of a micro-batch.
-        trace_b: the same step at `size_b`.
-        size_b: another number of samples.
 
     Raises:
         PlanError: the two traces have different operations.
@@ -255,20 +227,13 @@ def _interpolated(one: Operation, other: Operation, part: float) -> Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """The all-reduce of gradients, once per step.
+    """The all-reduce of gradients, once per step."""
 
-    Attributes:
-        num_bytes: bytes of all gradients.
-        world_size: number of ranks.
-        link_bytes_per_second: bandwidth of the slowest link between two ranks, in one direction.
-        bucket_bytes: size of a bucket, which is reduced while backward continues.
-    """
-
-    num_bytes: int
+    num_bytes: int  # bytes of all gradients
     world_size: int
-    link_bytes_per_second: float
+    link_bytes_per_second: float  # bandwidth of the slowest link between two ranks, in one direction
     # The default of DistributedDataParallel.
-    bucket_bytes: int = 25 << 20
+    bucket_bytes: int = 25 << 20  # size of a bucket, which is reduced while backward continues
 
     @property
     def seconds(self) -> float:
@@ -279,32 +244,20 @@ class Reduction:
         return 2 * (self.world_size - 1) / self.world_size * self.num_bytes / self.link_bytes_per_second
 
     def exposed_seconds(self, last_backward_seconds: float) -> float:
-        """Return the seconds that the reduction adds to a step: the last backward hides all but the last bucket.
-
-        Args:
-            last_backward_seconds: time of the backward that overlaps with the reduction.
-        """
+        """Return the seconds that the reduction adds to a step: the last backward hides all but the last bucket."""
         num_buckets = max(1, ceil_div(self.num_bytes, self.bucket_bytes))
         return max(self.seconds - last_backward_seconds, self.seconds / num_buckets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSeconds:
-    """Time of a step on one rank.
+    """Time of a step on one rank."""
 
-    Attributes:
-        micro_batches: forward and backward of all micro-batches.
-        per_step: clipping and update, which run once.
-        reduction: the part of the reduction not hidden by the backward.
-        band: expected range of measured / predicted.
-        is_calibrated: whether the device was measured.
-    """
-
-    micro_batches: float
-    per_step: float
-    reduction: float
-    band: tuple[float, float]
-    is_calibrated: bool
+    micro_batches: float  # forward and backward of all micro-batches
+    per_step: float  # clipping and update, which run once
+    reduction: float  # the part of the reduction not hidden by the backward
+    band: tuple[float, float]  # expected range of measured / predicted
+    is_calibrated: bool  # whether the device was measured
 
     @property
     def total(self) -> float:
@@ -330,12 +283,6 @@ def step_seconds(
     The first micro-batch creates the gradients, later ones add to them. If the first traced micro-batch computes more
     than later ones (a loss across samples runs all forwards first), every micro-batch counts as the mean of the traced
     ones.
-
-    Args:
-        costs: a trace of at least one micro-batch; two also show the cost of accumulation.
-        rates: rates of the device.
-        sizes: samples of each micro-batch, as in a plan: `[unit.num_samples for unit in plan.shares[rank]]`.
-        reduction: the all-reduce of gradients; None for one rank.
     """
     seconds = {size: _micro_batch_seconds(costs.at(size), rates) for size in set(sizes)}
     all_of_them = sum(seconds[size][0 if number == 0 else 1] for number, size in enumerate(sizes))

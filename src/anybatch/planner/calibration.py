@@ -18,8 +18,8 @@ from torch.nn import functional
 from anybatch.core.torch_internals import is_in_backward
 from anybatch.memory.torch_internals import TorchDispatchMode
 from anybatch.memory.trace import Phase
-from anybatch.planner.cost.operations import operation_of
-from anybatch.planner.cost.step_time import CALIBRATED_BAND, Operation, Rates
+from anybatch.planner.operations import operation_of
+from anybatch.planner.step_time import CALIBRATED_BAND, Operation, Rates
 
 Clock = Callable[[], float]
 """Seconds since any fixed time. On an accelerator, it must synchronize first."""
@@ -103,11 +103,6 @@ def rates_from(name: str, rows: Iterable[Row], *, overlaps: bool = False) -> Rat
 
     Only the fastest operations reach the peaks. The efficiency of a kind is the mean of its operations, weighted by the
     square root of their rooflines: a compromise between many small ones and few large ones, which exceed the cache.
-
-    Args:
-        name: name of the device.
-        rows: operations with their seconds.
-        overlaps: the host runs ahead of the device.
     """
     rows = list(rows)
     moving = [row for row in rows if row[0].kind == "other"]
@@ -236,11 +231,7 @@ def _run(program: Program, timing: _Timing) -> _Timing:
 
 
 def programs(times: int = 1) -> list[Callable[[], Program]]:
-    """Return functions that create the programs on torch's default device.
-
-    Args:
-        times: factor for rows, widths, images and channels; an accelerator needs larger programs than a CPU thread.
-    """
+    """Return functions that create the programs on torch's default device."""
     linears = [(rows * times**2, inputs * times, outputs * times) for rows, inputs, outputs in _LINEARS]
     convolutions = [_enlarged(sizes, times) for sizes in _CONVOLUTIONS]
     attentions = [tuple(times * length for length in sizes) for sizes in _ATTENTIONS]

@@ -36,19 +36,12 @@ _ENDLESS = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class AllocatorReplay:
-    """Outcome of replaying a trace in the allocator.
+    """Outcome of replaying a trace in the allocator."""
 
-    Attributes:
-        peak_reserved_bytes: largest amount reserved on the device, as `torch.cuda.max_memory_reserved`.
-        peak_allocated_bytes: largest amount allocated, as `torch.cuda.max_memory_allocated`.
-        num_retries: number of times it freed cached segments because the device was full, as `num_alloc_retries`.
-        full_at: index of the event at which memory ran out and the replay ended; None if it fits.
-    """
-
-    peak_reserved_bytes: int
-    peak_allocated_bytes: int
-    num_retries: int
-    full_at: int | None = None
+    peak_reserved_bytes: int  # largest amount reserved on the device, as `torch.cuda.max_memory_reserved`
+    peak_allocated_bytes: int  # largest amount allocated, as `torch.cuda.max_memory_allocated`
+    num_retries: int  # number of times it freed cached segments because the device was full, as `num_alloc_retries`
+    full_at: int | None = None  # index of the event at which memory ran out and the replay ended; None if it fits
 
     @property
     def fits(self) -> bool:
@@ -64,15 +57,7 @@ def replay(
     expandable: bool = False,
     pools: Sequence[int] | None = None,
 ) -> AllocatorReplay:
-    """Replay a trace in the allocator.
-
-    Args:
-        events: `n` where allocation number `n - 1` is made, `-n` where it is freed, as in a `MemoryTrace`.
-        sizes: bytes of each allocation; allocations of 0 bytes are skipped.
-        limit_bytes: memory of the device; None for no limit.
-        expandable: `expandable_segments:True`: one segment per pool that grows and shrinks by pages.
-        pools: the number of the stream of each allocation; None for one stream. Streams share nothing.
-    """
+    """Replay a trace in the allocator."""
     allocator = _Allocator(limit_bytes=limit_bytes, expandable=expandable)
     full_at = None
     for position, event in enumerate(events):
@@ -92,14 +77,6 @@ def largest_that_fits(envelope: MemoryEnvelope, limit_bytes: int, *, expandable:
 
     Starts from the size that tensors alone would allow, and bisects where the allocator needs more. Fragmentation is
     not monotonic in the size, so a larger one might fit by luck; the returned one has been replayed and does fit.
-
-    Args:
-        envelope: memory of the step at any micro-batch size.
-        limit_bytes: memory that the allocator may reserve.
-        expandable: as in `replay`.
-
-    Returns:
-        The size in samples; 0 if not even one fits, None if memory does not grow with the size.
     """
     pools = envelope.trace.pools
 

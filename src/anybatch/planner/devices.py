@@ -319,10 +319,6 @@ def _of_row(row: Any, file: Path) -> Device:  # noqa: ANN401 (any JSON value)
 def find_device(name: str, devices: Sequence[Device] = DEVICES) -> Device:
     """Return a device by name, ignoring case, spaces, hyphens and the vendor's name.
 
-    Args:
-        name: such as "RTX 4090" or "NVIDIA H100 80GB HBM3".
-        devices: devices to search.
-
     Raises:
         UserError: no device matches, or several do; the message lists similar names.
     """
@@ -358,9 +354,6 @@ def _plain(name: str) -> str:
 
 def parse_budget(text: str) -> tuple[int, Device | None]:
     """Return the bytes of a budget given as a size or as a device's name, and the device, if any.
-
-    Args:
-        text: a size such as "24GiB", or a device's name.
 
     Raises:
         UserError: the text is neither.

@@ -20,22 +20,23 @@ from anybatch.engine.bf16_weights import Bf16Weights
 from anybatch.errors import UserError
 from anybatch.memory.trace import MemoryEnvelope
 from anybatch.parallel.strategy import Strategy, trainable
-from anybatch.planner.cost.devices import Autocast
-from anybatch.planner.cost.step_time import CostLine
-from anybatch.planner.proposals.chunked_loss import CHUNK_TOKENS, chunked, with_head_again
-from anybatch.planner.proposals.stand_ins import (
+from anybatch.planner.devices import Autocast
+from anybatch.planner.stand_ins import (
+    CHUNK_TOKENS,
     AdamW8bit,
     adapted,
     adapter_lines,
+    chunked,
     four_bit_lines,
     in_bfloat16,
     linear_layers,
     linear_names,
     offloaded,
+    with_head_again,
 )
+from anybatch.planner.step_time import CostLine
 from anybatch.planner.torch_internals import is_checkpointed
-from anybatch.planner.trace.checkpointing import Keeping, as_module, checkpoint_blocks
-from anybatch.planner.trace.step_spec import StepSpec, built
+from anybatch.planner.trace.step_spec import Keeping, StepSpec, as_module, built, checkpoint_blocks
 
 DEFAULT_RANK = 16
 """Rank of adapters."""
@@ -71,29 +72,17 @@ def offloaded(forward):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Change:
-    """A change of a training step.
+    """A change of a training step."""
 
-    Attributes:
-        name: name in the table of a plan and in requests.
-        how: code to write before the engine is created; may be empty.
-        engine: arguments of the engine, as code; may be empty.
-        costs: drawback of the change, as a clause.
-        timed: whether the time of a step with the change can be predicted.
-        same_step: whether gradient and update stay the same, up to rounding.
-        apply: function step -> changed step; None if the change is derived from traces of the unchanged step.
-        reshape: maps the step's memory to its memory with the change, if the change is not traced.
-        recost: the same for the step's costs; None if they do not change.
-    """
-
-    name: str
-    how: str = ""
-    engine: str = ""
-    costs: str = ""
-    timed: bool = True
-    same_step: bool = True
-    apply: Callable[[TrainSpec], TrainSpec] | None = None
-    reshape: Callable[[MemoryEnvelope], MemoryEnvelope] | None = None
-    recost: Callable[[CostLine], CostLine] | None = None
+    name: str  # name in the table of a plan and in requests
+    how: str = ""  # code to write before the engine is created; may be empty
+    engine: str = ""  # arguments of the engine, as code; may be empty
+    costs: str = ""  # drawback of the change, as a clause
+    timed: bool = True  # whether the time of a step with the change can be predicted
+    same_step: bool = True  # whether gradient and update stay the same, up to rounding
+    apply: Callable[[TrainSpec], TrainSpec] | None = None  # function step -> changed step
+    reshape: Callable[[MemoryEnvelope], MemoryEnvelope] | None = None  # of its memory, instead of a new trace
+    recost: Callable[[CostLine], CostLine] | None = None  # the same for the step's costs; None if they do not change
 
     @property
     def code(self) -> str:

@@ -18,11 +18,8 @@ from anybatch.errors import UserError
 from anybatch.memory.trace import MemoryEnvelope, Peak
 from anybatch.parallel.strategy import Strategy
 from anybatch.planner.budget import Budget
-from anybatch.planner.cost.caching_allocator import replay
-from anybatch.planner.cost.devices import DEVICES, Autocast
-from anybatch.planner.cost.step_time import CostLine, Rates, Reduction, StepSeconds, rates_of, step_seconds
-from anybatch.planner.envelopes import Binding, Envelopes, find_envelopes, with_alone
-from anybatch.planner.proposals.changes import (
+from anybatch.planner.caching_allocator import replay
+from anybatch.planner.changes import (
     Change,
     all_changes,
     changed,
@@ -32,46 +29,31 @@ from anybatch.planner.proposals.changes import (
     shards,
     strategy_lines,
 )
-from anybatch.planner.trace.checkpointing import as_module
-from anybatch.planner.trace.step_spec import StepSpec, built
+from anybatch.planner.devices import DEVICES, Autocast
+from anybatch.planner.envelopes import Binding, Envelopes, find_envelopes, with_alone
+from anybatch.planner.step_time import CostLine, Rates, Reduction, StepSeconds, rates_of, step_seconds
+from anybatch.planner.trace.step_spec import StepSpec, as_module, built
 from anybatch.planner.trace.step_trace import trace_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fit:
-    """The largest micro-batch that fits, with or without a change of the step.
+    """The largest micro-batch that fits, with or without a change of the step."""
 
-    Attributes:
-        name: the change; empty for none.
-        how: the code to write for it.
-        world_size: number of ranks.
-        largest: the largest micro-batch size that keeps the headroom; 0 if not even one sample fits.
-        micro_batch_size: the proposed size: the share in even parts of at most `largest`; 1 if nothing fits.
-        accumulation_steps: micro-batches per rank and step.
-        binds: the limit that a larger size would exceed; None if unknown.
-        peak: the moment of peak memory, at that size.
-        reserved_bytes: memory that the allocator reserves at that size under the budget.
-        envelope: memory at any size, of the step (first or later) with the higher peak.
-        asked: the requested micro-batch size; None for the largest that fits.
-        seconds: time of a step; None where it cannot be predicted.
-        on_cpu: whether the memory belongs to a CPU, which has no caching allocator.
-        freely_reserved_bytes: memory that the allocator reserves at that size without a limit; None if not computed.
-    """
-
-    name: str
-    how: str
+    name: str  # the change; empty for none
+    how: str  # the code to write for it
     world_size: int
-    largest: int
-    micro_batch_size: int
-    accumulation_steps: int
-    peak: Peak
-    reserved_bytes: int
-    envelope: MemoryEnvelope
-    on_cpu: bool
-    binds: Binding | None = None
-    seconds: StepSeconds | None = None
-    freely_reserved_bytes: int | None = None
-    asked: int | None = None
+    largest: int  # the largest micro-batch size that keeps the headroom; 0 if not even one sample fits
+    micro_batch_size: int  # the proposed size: the share in even parts of at most `largest`; 1 if nothing fits
+    accumulation_steps: int  # micro-batches per rank and step
+    peak: Peak  # the moment of peak memory, at that size
+    reserved_bytes: int  # memory that the allocator reserves at that size under the budget
+    envelope: MemoryEnvelope  # memory at any size, of the step (first or later) with the higher peak
+    on_cpu: bool  # whether the memory belongs to a CPU, which has no caching allocator
+    binds: Binding | None = None  # the limit that a larger size would exceed; None if unknown
+    seconds: StepSeconds | None = None  # time of a step; None where it cannot be predicted
+    freely_reserved_bytes: int | None = None  # memory that the allocator reserves at that size without a limit
+    asked: int | None = None  # the requested micro-batch size; None for the largest that fits
 
     @property
     def fits(self) -> bool:
@@ -81,23 +63,14 @@ class Fit:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanTarget:
-    """The hardware and batch size that a step is planned for.
+    """The hardware and batch size that a step is planned for."""
 
-    Attributes:
-        budget: the device's memory.
-        effective_batch_size: samples of one step, over all ranks.
-        rates: rates of the device; None if unknown.
-        gradient_bytes: payload of the gradient all-reduce.
-        micro_batch_size: the requested micro-batch size; None for the largest that fits.
-        expandable_segments: whether `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` is set.
-    """
-
-    budget: Budget
-    effective_batch_size: int
-    rates: Rates | None = None
-    gradient_bytes: int = 0
-    micro_batch_size: int | None = None
-    expandable_segments: bool = False
+    budget: Budget  # the device's memory
+    effective_batch_size: int  # samples of one step, over all ranks
+    rates: Rates | None = None  # rates of the device; None if unknown
+    gradient_bytes: int = 0  # payload of the gradient all-reduce
+    micro_batch_size: int | None = None  # the requested micro-batch size; None for the largest that fits
+    expandable_segments: bool = False  # whether `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` is set
 
     @property
     def autocast(self) -> Autocast:
@@ -277,23 +250,14 @@ def best_first(fits: Iterable[Fit]) -> list[Fit]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Combination:
-    """A combination of changes, and the memory of the step with them.
+    """A combination of changes, and the memory of the step with them."""
 
-    Attributes:
-        changes: the changes in order; empty for the requested step.
-        strategy: the strategy chosen by `--fit`; empty for the requested strategy.
-        spec: the step with the changes, except for a chunked loss.
-        fit: the largest micro-batch that fits; None if it was not planned.
-        why: the reason why it was not chosen; empty for the answer.
-        seconds: time used for ranking; None if it does not fit.
-    """
-
-    changes: tuple[Change, ...]
-    strategy: str
-    spec: StepSpec
-    fit: Fit | None
-    why: str = ""
-    seconds: float | None = None
+    changes: tuple[Change, ...]  # the changes in order; empty for the requested step
+    strategy: str  # the strategy chosen by `--fit`; empty for the requested strategy
+    spec: StepSpec  # the step with the changes, except for a chunked loss
+    fit: Fit | None  # the largest micro-batch that fits; None if it was not planned
+    why: str = ""  # the reason why it was not chosen; empty for the answer
+    seconds: float | None = None  # time used for ranking; None if it does not fit
 
     @property
     def name(self) -> str:
@@ -314,15 +278,10 @@ class Combination:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answer:
-    """The fastest fitting combination, of the first level that has one.
+    """The fastest fitting combination, of the first level that has one."""
 
-    Attributes:
-        best: the answer; None if nothing fits.
-        tried: all planned combinations, in order, including the answer.
-    """
-
-    best: Combination | None
-    tried: tuple[Combination, ...]
+    best: Combination | None  # the answer; None if nothing fits
+    tried: tuple[Combination, ...]  # all planned combinations, in order, including the answer
 
 
 def find_combination(spec: StepSpec, target: PlanTarget, *, precision_is_open: bool) -> Answer:

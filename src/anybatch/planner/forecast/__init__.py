@@ -1,1 +1,0 @@
-"""What more ranks would bring: step time and efficiency at any world size, from one rank's times and a network."""

@@ -1,1 +1,0 @@
-"""Changes that would make larger micro-batches fit, or steps faster: planned, ranked, and combined."""
