@@ -58,6 +58,7 @@ def test_stopped_and_resumed_is_the_same_run(straight: Path, tmp_path: Path, num
     assert resumed.metrics["error"] == logged(straight, "evaluate")[-1]["metrics"]["error"]
 
 
+@pytest.mark.slow
 def test_a_ramp_is_kept_by_a_resume(tmp_path: Path) -> None:
     """A ramped run that is stopped within or between stages and resumed without options has bitwise the same steps."""
     ramp = RunConfig(effective_batch_size=BatchRamp((4, 20), (8, 40), (16, None)), micro_batch_size=4, epochs=2)

@@ -340,6 +340,7 @@ class TimeFirst(nn.Module):
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.slow
 def test_samples_in_the_second_axis_are_asked_for(by_hand: bool) -> None:
     """If two axes fit the number of samples, the sample axis must be declared; then masks do not depend on the cut."""
     batch = InMemory(vectors(21), seed=SEED)

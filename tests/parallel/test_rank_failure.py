@@ -79,6 +79,7 @@ def evaluate_or_die() -> int | None:
         return caught.value.rank
 
 
+@pytest.mark.slow
 def test_a_meeting_with_a_rank_that_is_gone() -> None:
     """Ranks that wait for a rendezvous in the store learn within seconds which process has died."""
     with RankPool(3, timeout_seconds=600) as pool:
