@@ -54,7 +54,7 @@ class AnyBatchWarning(UserWarning):
     error: `warnings.simplefilter("error", anybatch.errors.AnyBatchWarning)`.
 
     Attributes:
-        code: short name of the cause, such as "short-batch"; empty if it has none.
+        code: short name of the cause, such as "smaller_batches"; empty if it has none.
     """
 
     def __init__(self, message: str = "", *, code: str = "") -> None:
@@ -66,7 +66,7 @@ class AnyBatchError(Exception):
     """The base class of every exception that anybatch raises on purpose.
 
     Attributes:
-        code: short name of the cause, such as "unequal-lengths"; empty if the class and its fields say it all.
+        code: short name of the cause, such as "unequal_lengths"; empty if the class and its fields say it all.
     """
 
     # The message is the only positional argument and fields are optional keywords, so that `BaseException.__reduce__`

@@ -216,7 +216,7 @@ def test_longer_run(tmp_path: Path) -> None:
     assert (again.num_session_steps, longer.num_session_steps, by_steps.num_session_steps) == (0, STEPS_PER_EPOCH, 2)
     assert again.metrics
     assert not again.stopped
-    with raises(UserError, "steps-already-made"):
+    with raises(UserError, "steps_already_made"):
         run(tmp_path, RunConfig(steps=29), resume=True)
     with pytest.raises(DataError):
         run(tmp_path, RunConfig(epochs=4), resume=True)
@@ -225,7 +225,7 @@ def test_longer_run(tmp_path: Path) -> None:
 def test_order_of_samples_stays(tmp_path: Path) -> None:
     """Another seed on resume is an error, as it would change the order."""
     run(tmp_path, stop_after=3)
-    with raises(UserError, "other-seed"):
+    with raises(UserError, "other_seed"):
         run(tmp_path, RunConfig(seed=1), resume=True)
 
 
@@ -271,14 +271,14 @@ def test_used_folder_is_refused(tmp_path: Path) -> None:
     """A folder with other files is not changed, and the message says whether it is a run."""
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "a.txt").write_text("dear")
-    with raises(UserError, "folder-in-use"):
+    with raises(UserError, "folder_in_use"):
         run(tmp_path / "letters")
-    with raises(UserError, "folder-in-use"):
+    with raises(UserError, "folder_in_use"):
         run(tmp_path / "letters" / "a.txt")
-    with raises(MissingCheckpointError, "no-run"):
+    with raises(MissingCheckpointError, "no_run"):
         run(tmp_path / "letters", resume=True)
     run(tmp_path / "run", stop_after=1)
-    with raises(UserError, "folder-in-use"):
+    with raises(UserError, "folder_in_use"):
         run(tmp_path / "run")
     assert [path.name for path in (tmp_path / "letters").iterdir()] == ["a.txt"]
 
@@ -319,7 +319,7 @@ def test_header_that_is_none(tmp_path: Path) -> None:
     """A run.json in another form raises a checkpoint error with the fix."""
     run(tmp_path, stop_after=1)
     RunFolder(tmp_path).header.write_text(json.dumps({"stretches": []}))
-    with raises(CheckpointError, "not-a-header"):
+    with raises(CheckpointError, "not_a_header"):
         run(tmp_path, resume=True)
 
 

@@ -278,6 +278,6 @@ def test_links_as_they_are_written(text: str, link: Link) -> None:
 )
 def test_no_link(text: str) -> None:
     """An invalid link raises with the text and the notation."""
-    with raises(UserError, "not-a-link") as caught:
+    with raises(UserError, "not_a_link") as caught:
         parse_link(text)
     assert repr(text) in str(caught.value)

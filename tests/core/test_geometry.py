@@ -61,7 +61,7 @@ def test_a_contradiction_shows_the_product_and_both_ways_out() -> None:
 
 def test_more_steps_than_samples_are_refused() -> None:
     """A rank share of 3 samples cannot be split into 4 micro-batches."""
-    with raises(BatchSizeError, "too-many-steps"):
+    with raises(BatchSizeError, "too_many_steps"):
         resolve_sizes(world_size=3, effective_batch_size=8, accumulation_steps=4)
     assert resolve_sizes(world_size=3, effective_batch_size=8, accumulation_steps=3).accumulation_steps == 3
 

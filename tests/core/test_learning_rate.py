@@ -80,7 +80,7 @@ def test_default_rules(make: Callable[..., torch.optim.Optimizer], rule: str) ->
 def test_optimizers_without_a_known_rule_are_refused(make: Callable[..., torch.optim.Optimizer]) -> None:
     """No rule is guessed: the error names the type and the rules; naming one scales the rate and nothing else."""
     optimizer = make([torch.nn.Parameter(torch.ones(2, 2))], lr=0.1)
-    with raises(UserError, "no-rule-known"):
+    with raises(UserError, "no_rule_known"):
         scale_optimizer(optimizer, base_batch_size=8, effective_batch_size=32)
     before = {**optimizer.param_groups[0], "lr": 0.2}
     scale_optimizer(optimizer, base_batch_size=8, effective_batch_size=32, rule="sqrt")
@@ -132,7 +132,7 @@ def test_scaling_under_a_scheduler_is_refused() -> None:
     """Scaling after a scheduler was created raises, as the scheduler would undo it."""
     optimizer = torch.optim.SGD(parameters(), lr=0.1)
     attach_schedule(optimizer, Constant())
-    with raises(ParameterError, "has-scheduler"):
+    with raises(ParameterError, "has_scheduler"):
         scale_optimizer(optimizer, base_batch_size=8, effective_batch_size=32)
     assert optimizer.param_groups[0]["lr"] == 0.1
 

@@ -165,7 +165,7 @@ def test_an_undeclared_loss_brings_its_count() -> None:
 @pytest.mark.parametrize("count", [-1, float("inf"), float("nan")])
 def test_impossible_counts_are_refused(count: float) -> None:
     """A count that is negative, infinite or NaN raises with its value."""
-    with raises(LossError, "bad-count"):
+    with raises(LossError, "bad_count"):
         unit_counts(ab.mean_over(never_called, count=lambda _: count), None, 1)
 
 
@@ -190,5 +190,5 @@ def test_losses_per_item_match_the_declaration(declare: Any, values: int, fits: 
     if fits:
         assert float(scaled(loss, output, shares)[0]) == values / 8
         return
-    with raises(LossError, "other-items"):
+    with raises(LossError, "other_items"):
         scaled(loss, output, shares)

@@ -122,7 +122,7 @@ def test_joining_runs_each_part_from_its_own_start(schedules: list[BoundedSchedu
 
 def test_nothing_follows_a_schedule_without_end() -> None:
     """A schedule without an end must be last; joining one before another raises with the fix."""
-    with raises(UserError, "endless-schedule"):
+    with raises(UserError, "endless_schedule"):
         join_schedules(Constant(), Cosine(num_steps=3))
     joined = join_schedules(Constant(num_steps=1), Constant())
     assert joined == SequentialSchedule((Constant(num_steps=1), Constant()))
@@ -132,13 +132,13 @@ def test_nothing_follows_a_schedule_without_end() -> None:
 @pytest.mark.parametrize(
     ("make", "code"),
     [
-        (lambda: WarmUp(num_steps=-1, start_factor=0.0), "not-a-whole-number"),
-        (lambda: WarmUp(num_steps=2.5, start_factor=0.0), "not-a-whole-number"),  # type: ignore[arg-type]
-        (lambda: WarmUp(num_steps=1, start_factor=1.5), "not-a-fraction"),
-        (lambda: Cosine(num_steps=1, floor=-0.1), "not-a-fraction"),
-        (lambda: LinearDecay(num_steps=1, floor=math.nan), "not-a-fraction"),
+        (lambda: WarmUp(num_steps=-1, start_factor=0.0), "not_a_whole_number"),
+        (lambda: WarmUp(num_steps=2.5, start_factor=0.0), "not_a_whole_number"),  # type: ignore[arg-type]
+        (lambda: WarmUp(num_steps=1, start_factor=1.5), "not_a_fraction"),
+        (lambda: Cosine(num_steps=1, floor=-0.1), "not_a_fraction"),
+        (lambda: LinearDecay(num_steps=1, floor=math.nan), "not_a_fraction"),
         (lambda: Constant(factor=math.inf), "negative"),
-        (lambda: Constant(num_steps=-3), "not-a-whole-number"),
+        (lambda: Constant(num_steps=-3), "not_a_whole_number"),
     ],
 )
 def test_bad_schedules_are_refused_when_made(make: Callable[[], Schedule], code: str) -> None:
@@ -206,19 +206,19 @@ def test_counting_the_steps_of_a_ramp_is_walking_them(given_stages: list[tuple[i
 def test_stages_in_tokens_are_whole_samples() -> None:
     """Tokens are divided by tokens per sample, lengths rounded up; fractions of samples raise."""
     assert BatchRamp.in_tokens((64, 1000), (128, None), tokens_per_sample=32) == BatchRamp((2, 32), (4, None))
-    with raises(BatchSizeError, "no-whole-samples"):
+    with raises(BatchSizeError, "no_whole_samples"):
         BatchRamp.in_tokens((64, 1000), (100, None), tokens_per_sample=32)
 
 
 @pytest.mark.parametrize(
     ("given_stages", "code"),
     [
-        ((), "no-stages"),
-        (((0, None),), "not-a-whole-number"),
-        (((4, 100),), "end-of-stage"),
-        (((4, None), (8, None)), "end-of-stage"),
-        (((8, 4), (16, None)), "stage-too-short"),
-        (((8, 0), (16, None)), "not-a-whole-number"),
+        ((), "no_stages"),
+        (((0, None),), "not_a_whole_number"),
+        (((4, 100),), "end_of_stage"),
+        (((4, None), (8, None)), "end_of_stage"),
+        (((8, 4), (16, None)), "stage_too_short"),
+        (((8, 0), (16, None)), "not_a_whole_number"),
     ],
 )
 def test_ramps_that_cannot_be_are_refused(given_stages: tuple[Stage, ...], code: str) -> None:
@@ -238,15 +238,15 @@ def test_a_ramp_is_read_as_it_is_written(given_stages: list[tuple[int, int]]) ->
 @pytest.mark.parametrize(
     ("text", "code"),
     [
-        ("32,128", "not-a-ramp"),
-        ("32@5,128@20", "not-a-ramp"),
-        ("32:128@20000", "not-a-ramp"),
-        ("", "not-a-ramp"),
-        ("32,x@5", "not-a-ramp"),
-        ("8,16@40,32@40", "stages-out-of-order"),
-        ("8,16@0", "stages-out-of-order"),
-        ("8,16@4", "stage-too-short"),
-        ("0,16@4", "not-a-whole-number"),
+        ("32,128", "not_a_ramp"),
+        ("32@5,128@20", "not_a_ramp"),
+        ("32:128@20000", "not_a_ramp"),
+        ("", "not_a_ramp"),
+        ("32,x@5", "not_a_ramp"),
+        ("8,16@40,32@40", "stages_out_of_order"),
+        ("8,16@0", "stages_out_of_order"),
+        ("8,16@4", "stage_too_short"),
+        ("0,16@4", "not_a_whole_number"),
     ],
 )
 def test_text_that_is_no_ramp_is_refused(text: str, code: str) -> None:

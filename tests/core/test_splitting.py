@@ -195,17 +195,17 @@ def test_cut_groups_are_refused() -> None:
     """Shares that cut a group, a rest of a single sample, and micro-batches below a group raise."""
     whole = Cut(group=4)
     assert [unit.num_samples for unit in plan_shares([8, 4, 5], whole).units] == [8, 4, 5]
-    with raises(BatchSizeError, "group-cut"):
+    with raises(BatchSizeError, "group_cut"):
         plan_shares([8, 6, 3], whole)
-    with raises(BatchSizeError, "group-cut"):
+    with raises(BatchSizeError, "group_cut"):
         plan_shares([8, 1], whole)
-    with raises(BatchSizeError, "group-too-large"):
+    with raises(BatchSizeError, "group_too_large"):
         plan_batch(12, 1, Cut(micro_batch_size=3, group=4))
 
 
 def test_impossible_plans_are_refused() -> None:
     """A negative number of samples, and fixed units of shares that are already dealt, raise."""
-    with raises(BatchSizeError, "negative-size"):
+    with raises(BatchSizeError, "negative_size"):
         plan_batch(-1, 1, Cut(deal="fixed", micro_batch_size=2))
     with pytest.raises(CompositionError):
         plan_shares([3, 4], Cut(deal="fixed"))
@@ -230,5 +230,5 @@ def test_positions_of_units_are_a_partition(num_samples: int, world_size: int, s
 @pytest.mark.parametrize("order", [(0, 1), (0, 1, 1), (0, 1, 3), (0, 1, 2, 3)])
 def test_an_order_that_is_no_permutation_is_refused(order: tuple[int, ...]) -> None:
     """An order with a missing, repeated or invalid position raises, as it would lose or repeat a sample."""
-    with raises(BatchSizeError, "not-a-permutation"):
+    with raises(BatchSizeError, "not_a_permutation"):
         plan_batch(3, 1, Cut()).in_order(order)

@@ -168,7 +168,7 @@ def test_a_fixed_cut_does_not_know_the_ranks() -> None:
 def test_a_sample_longer_than_the_budget_is_refused_or_alone() -> None:
     """A sample above the budget raises with its length and the fixes; optionally it gets its own micro-batch."""
     lengths = SampleLengths(tokens=[3, 50, 4])
-    with raises(BatchSizeError, "sample-too-long"):
+    with raises(BatchSizeError, "sample_too_long"):
         plan_by_length(lengths, 1, Cut(), token_budget(20))
     plan = plan_by_length(lengths, 1, Cut(), token_budget(20, longer="alone"))
 
@@ -177,17 +177,17 @@ def test_a_sample_longer_than_the_budget_is_refused_or_alone() -> None:
 
 def test_other_values_are_checked() -> None:
     """Falling costs, non-numbers and unknown options raise."""
-    with raises(UserError, "wrong-kind-of-value"):
+    with raises(UserError, "wrong_kind_of_value"):
         token_budget(8, fixed_tokens=-1)
-    with raises(UserError, "unknown-option"):
+    with raises(UserError, "unknown_option"):
         token_budget(8, longer="cut")  # type: ignore[arg-type]  # on purpose
-    with raises(UserError, "falling-cost"):
+    with raises(UserError, "falling_cost"):
         plan_by_length(SampleLengths(tokens=[1, 2]), 1, Cut(), token_budget(8, sample_cost=lambda length: -length))
 
 
 def test_a_batch_without_lengths_is_refused() -> None:
     """The error for data without lengths names the argument to give."""
-    with raises(DataError, "no-lengths"):
+    with raises(DataError, "no_lengths"):
         Placement(Cut(), 1, 0, token_budget(8)).plan(5)
 
 
@@ -213,5 +213,5 @@ def test_a_cut_into_few_shapes_is_the_cheapest(lengths: list[int]) -> None:
 def test_a_sample_without_a_shape_is_refused(tokens: int, shapes: Any) -> None:
     """A sample without a fitting shape raises with the shapes, and with the cap if a larger shape exceeds it."""
     lengths = SampleLengths(tokens=[tokens], shapes=shapes)
-    with raises(BatchSizeError, "no-shape"):
+    with raises(BatchSizeError, "no_shape"):
         plan_by_length(lengths, 1, Cut(), token_budget(40))

@@ -64,7 +64,7 @@ def test_other_rows_than_samples_are_refused_unless_declared(is_stream: bool) ->
 
     data = Stream() if is_stream else ROWS
     arguments: dict[str, Any] = {"effective_batch_size": 5, "shuffle": False}
-    with raises(DataError, "other-rows"):
+    with raises(DataError, "other_rows"):
         fed(next(iter(ab.batches(data, collate=some, **arguments))), Cut())
     declared = next(iter(ab.batches(data, collate=ab.AnyRows(some), **arguments)))
     assert [len(unit) for unit in fed(declared, Cut())] == [4]
@@ -125,11 +125,11 @@ def test_a_sampler_says_the_order(kind: str) -> None:
 @pytest.mark.parametrize(
     ("sampler", "more", "code"),
     [
-        (RandomSampler(range(10)), {"shuffle": True}, "shuffle-and-sampler"),
-        (BatchSampler(RandomSampler(range(10)), 2, drop_last=False), {}, "sampler-of-batches"),
-        (DistributedSampler(range(10), num_replicas=2, rank=0), {}, "distributed-sampler"),  # type: ignore[arg-type]
-        (RandomSampler(range(10), generator=torch.Generator()), {}, "own-generator"),
-        (iter(range(10)), {}, "not-a-sampler"),
+        (RandomSampler(range(10)), {"shuffle": True}, "shuffle_and_sampler"),
+        (BatchSampler(RandomSampler(range(10)), 2, drop_last=False), {}, "sampler_of_batches"),
+        (DistributedSampler(range(10), num_replicas=2, rank=0), {}, "distributed_sampler"),  # type: ignore[arg-type]
+        (RandomSampler(range(10), generator=torch.Generator()), {}, "own_generator"),
+        (iter(range(10)), {}, "not_a_sampler"),
     ],
 )
 def test_samplers_that_are_refused(sampler: Any, more: dict[str, Any], code: str) -> None:
@@ -140,7 +140,7 @@ def test_samplers_that_are_refused(sampler: Any, more: dict[str, Any], code: str
 
 def test_a_sampler_of_batches_is_refused_when_it_is_drawn() -> None:
     """Samplers that yield lists are refused, and so is any sampler for a stream."""
-    with raises(DataError, "sampler-of-batches"):
+    with raises(DataError, "sampler_of_batches"):
         list(ab.batches(ROWS, effective_batch_size=3, sampler=[[0, 1], [2, 3]]))
-    with raises(DataError, "sampler-of-a-stream"):
+    with raises(DataError, "sampler_of_a_stream"):
         ab.batches(Stream(), effective_batch_size=3, sampler=range(3), shuffle=False)

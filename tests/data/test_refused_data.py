@@ -30,7 +30,7 @@ class Unsized(Dataset):  # type: ignore[type-arg]
 @pytest.mark.parametrize("size", [0, -1, 2.5, True])
 def test_effective_batch_size(size: Any) -> None:
     """The effective batch size must be a whole number of at least 1."""
-    with raises(BatchSizeError, "not-a-whole-number"):
+    with raises(BatchSizeError, "not_a_whole_number"):
         ab.batches(range(10), effective_batch_size=size)
 
 
@@ -38,39 +38,39 @@ def test_effective_batch_size(size: Any) -> None:
     ("dataset", "arguments", "code"),
     [
         ([], {}, "empty"),
-        (range(9), {"epochs": 1, "steps": 2}, "epochs-and-steps"),
-        (range(9), {"epochs": 0}, "not-a-whole-number"),
-        (range(9), {"steps": 0}, "not-a-whole-number"),
+        (range(9), {"epochs": 1, "steps": 2}, "epochs_and_steps"),
+        (range(9), {"epochs": 0}, "not_a_whole_number"),
+        (range(9), {"steps": 0}, "not_a_whole_number"),
         (
             range(9),
             {"epochs": 3, "start": Position(3, 1)},
-            "start-beyond-end",
+            "start_beyond_end",
         ),
-        (range(9), {"start": Position(2)}, "start-beyond-end"),
-        (range(9), {"start": Position(0, 10)}, "start-beyond-epoch"),
-        (range(9), {"start": Position(0, -1)}, "not-a-whole-number"),
-        (range(9), {"start": (0, 1)}, "not-a-position"),
+        (range(9), {"start": Position(2)}, "start_beyond_end"),
+        (range(9), {"start": Position(0, 10)}, "start_beyond_epoch"),
+        (range(9), {"start": Position(0, -1)}, "not_a_whole_number"),
+        (range(9), {"start": (0, 1)}, "not_a_position"),
         (
             range(3),
             {"drop_last": True},
-            "no-full-batch",
+            "no_full_batch",
         ),
-        (range(9), {"num_workers": -1}, "not-a-whole-number"),
-        (range(9), {"seed": 1.5}, "not-a-whole-number"),
-        (range(9), {"collate": "stack"}, "not-a-function"),
-        (5, {"shuffle": False}, "not-iterable"),
-        ("train/", {"shuffle": False}, "not-iterable"),
-        (Unsized(), {}, "no-length"),
-        (DataLoader(Unsized(), sampler=range(9)), {}, "yields-batches"),
-        (ab.batches(range(9), effective_batch_size=2), {}, "yields-batches"),
-        ((i for i in range(9)), {"shuffle": False}, "read-only-once"),
-        (Stream(), {"shuffle": True}, "shuffled-stream"),
+        (range(9), {"num_workers": -1}, "not_a_whole_number"),
+        (range(9), {"seed": 1.5}, "not_a_whole_number"),
+        (range(9), {"collate": "stack"}, "not_a_function"),
+        (5, {"shuffle": False}, "not_iterable"),
+        ("train/", {"shuffle": False}, "not_iterable"),
+        (Unsized(), {}, "no_length"),
+        (DataLoader(Unsized(), sampler=range(9)), {}, "yields_batches"),
+        (ab.batches(range(9), effective_batch_size=2), {}, "yields_batches"),
+        ((i for i in range(9)), {"shuffle": False}, "read_only_once"),
+        (Stream(), {"shuffle": True}, "shuffled_stream"),
         (
             Stream(),
             {"shuffle": False, "num_workers": 2},
-            "too-many-workers",
+            "too_many_workers",
         ),
-        (ab.Shards([[1], [2]]), {"shuffle": False, "num_workers": 3}, "too-many-workers"),
+        (ab.Shards([[1], [2]]), {"shuffle": False, "num_workers": 3}, "too_many_workers"),
     ],
 )
 def test_data_and_arguments(dataset: Any, arguments: dict[str, Any], code: str) -> None:
@@ -82,13 +82,13 @@ def test_data_and_arguments(dataset: Any, arguments: dict[str, Any], code: str) 
 @pytest.mark.parametrize(
     ("parts", "num_shards", "code"),
     [
-        ([], None, "no-shards"),
-        ([[1], (i for i in range(2))], None, "read-only-once"),
-        (["a.txt", "b.txt"], None, "not-iterable"),
-        (Stream(), None, "not-a-list-of-shards"),
-        ([[1], [2]], 2, "num-shards"),
-        (range, None, "num-shards"),
-        (range, 0, "num-shards"),
+        ([], None, "no_shards"),
+        ([[1], (i for i in range(2))], None, "read_only_once"),
+        (["a.txt", "b.txt"], None, "not_iterable"),
+        (Stream(), None, "not_a_list_of_shards"),
+        ([[1], [2]], 2, "num_shards"),
+        (range, None, "num_shards"),
+        (range, 0, "num_shards"),
     ],
 )
 def test_shards(parts: Any, num_shards: int | None, code: str) -> None:
@@ -100,5 +100,5 @@ def test_shards(parts: Any, num_shards: int | None, code: str) -> None:
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="pinning is possible here")
 def test_pinning_without_an_accelerator() -> None:
     """`pin_memory=True` without an accelerator is an error; None works on every machine."""
-    with raises(DataError, "nothing-to-pin-for"):
+    with raises(DataError, "nothing_to_pin_for"):
         ab.batches(range(9), effective_batch_size=4, pin_memory=True)

@@ -124,7 +124,7 @@ def test_a_state_of_the_loaders_own_is_refused(kind: str) -> None:
         loader = loader_of(kind, dataset=range(20))
         next(iter(loader))
         resumed.load_state_dict(loader.state_dict())
-    with raises(DataError, "loader-with-state"):
+    with raises(DataError, "loader_with_state"):
         next(iter(ab.batches(resumed, effective_batch_size=6, shuffle=False, collate=list)))
 
 
@@ -132,9 +132,9 @@ def test_a_state_of_the_loaders_own_is_refused(kind: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "options", "code"),
     [
-        ({"sampler": DistributedSampler(range(20), 2, 0)}, {}, "distributed-sampler"),  # type: ignore[arg-type]  # has a length
-        ({"shuffle": True, "generator": torch.Generator()}, {}, "own-generator"),
-        ({"num_workers": 1}, {"num_workers": 1}, "workers-in-workers"),
+        ({"sampler": DistributedSampler(range(20), 2, 0)}, {}, "distributed_sampler"),  # type: ignore[arg-type]  # has a length
+        ({"shuffle": True, "generator": torch.Generator()}, {}, "own_generator"),
+        ({"num_workers": 1}, {"num_workers": 1}, "workers_in_workers"),
     ],
 )
 def test_what_could_not_go_on_is_refused(kind: str, settings: Any, options: Any, code: str) -> None:
@@ -148,7 +148,7 @@ def test_a_stateful_loaders_batches_are_refused_under_a_budget() -> None:
     """Batches that the loader has padded cannot be cut by length; the error gives the alternative."""
     module = pytest.importorskip("torchdata.stateful_dataloader", reason="needs the package torchdata")
     loader = module.StatefulDataLoader(Numbered(), batch_size=5, collate_fn=Padded())
-    with raises(DataError, "yields-batches"):
+    with raises(DataError, "yields_batches"):
         ab.batches(loader, effective_batch_size=9, shuffle=False)
     model = Language()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

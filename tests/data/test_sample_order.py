@@ -187,7 +187,7 @@ def test_every_stage_is_checked_at_the_start() -> None:
         norms=Ghost(group_size=8),
         check_loss=False,
     )
-    with engine, raises(BatchSizeError, "group-too-large"):
+    with engine, raises(BatchSizeError, "group_too_large"):
         engine.step(next(iter(ab.batches(Numbers(), effective_batch_size=RAMP))))
     with engine_of(effective_batch_size=8) as engine, pytest.raises(BatchSizeError):
         engine.step(next(iter(ab.batches(Numbers(), effective_batch_size=RAMP))))
@@ -195,10 +195,10 @@ def test_every_stage_is_checked_at_the_start() -> None:
 
 def test_stages_that_never_come_are_refused() -> None:
     """A stage larger than the data set is refused, and a ramp longer than the first epoch of a stream."""
-    with raises(BatchSizeError, "stage-never-begins"):
+    with raises(BatchSizeError, "stage_never_begins"):
         ab.batches(Numbers(), effective_batch_size=BatchRamp((4, 10), (64, None)))
     short = ab.batches(Stream(30), effective_batch_size=RAMP, epochs=2, shuffle=False)
-    with raises(DataError, "stage-never-begins"):
+    with raises(DataError, "stage_never_begins"):
         list(short)
     with pytest.raises(TypeError):
         _ = ab.batches(Numbers(), effective_batch_size=RAMP).steps_per_epoch

@@ -193,5 +193,5 @@ def test_the_length_of_a_stream_is_what_it_states() -> None:
 @pytest.mark.parametrize(("stream", "more"), [(Stream("s", 0), {}), (Stream("s", 3), {"drop_last": True})])
 def test_a_stream_that_yields_nothing(stream: Stream, more: dict[str, Any]) -> None:
     """An epoch without a full batch is an error, not an endless loop."""
-    with raises(DataError, "no-full-batch"):
+    with raises(DataError, "no_full_batch"):
         list(streamed(stream, epochs=None, steps=1, **more))

@@ -67,7 +67,7 @@ def test_pictures(tmp_path: Path) -> None:
     for number, interval in enumerate([(300.0, 600.0), (300.0, math.inf)]):
         draw_advice(replace(KNOWN, interval=interval), tmp_path / f"{number}.svg")
         assert (tmp_path / f"{number}.svg").stat().st_size > 1000
-    with raises(UserError, "unknown-noise"):
+    with raises(UserError, "unknown_noise"):
         draw_advice(replace(KNOWN, interval=(0.0, math.inf)), tmp_path / "none.svg")
 
 
@@ -114,13 +114,13 @@ def test_of_an_engine_of_ones_own() -> None:
 
 def test_what_cannot_be_advised_on(tmp_path: Path) -> None:
     """Advice without measured noise raises with the setting to add; so do ranks without a link."""
-    with raises(UserError, "unmeasured-noise"):
+    with raises(UserError, "unmeasured_noise"):
         ab.advise(made_engine(), noisy_batches(), steps=4)
-    with raises(UserError, "no-link"):
+    with raises(UserError, "no_link"):
         ab.advise(made_engine(), noisy_batches(), ranks=(2,))
     with ab.JsonlLog(tmp_path / "events.jsonl"):
         pass
-    with raises(UserError, "unmeasured-noise"):
+    with raises(UserError, "unmeasured_noise"):
         ab.advise(tmp_path)
 
 

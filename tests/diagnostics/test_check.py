@@ -192,7 +192,7 @@ def test_float32_where_needed() -> None:
 def test_too_few_samples() -> None:
     """Three samples cannot be split unevenly, and the error has the required number."""
     batch = {name: value[:3] for name, value in images().items()}
-    with raises(BatchSizeError, "too-few-samples"):
+    with raises(BatchSizeError, "too_few_samples"):
         check(Network(), ab.mean_over_samples(classify), batch)
 
 
@@ -206,7 +206,7 @@ def test_figure(tmp_path: Path, suffix: str) -> None:
     draw_errors(report, path)
 
     assert path.stat().st_size > 1_000
-    with raises(UserError, "picture-format"):
+    with raises(UserError, "picture_format"):
         draw_errors(report, tmp_path / "errors.txt")
 
 

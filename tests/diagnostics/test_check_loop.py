@@ -262,7 +262,7 @@ def test_a_missing_large_file_is_explained(folder: Path) -> None:
         assert large.stat().st_size
         Path("large.bin").read_bytes()
 
-    with raises(LoopError, "large-files-left-out") as caught:
+    with raises(LoopError, "large_files_left_out") as caught:
         check_loop(reads, data="classes")
     assert caught.value.cause == "FileNotFoundError"
 

@@ -74,7 +74,7 @@ def test_the_same_file_again(ending: str, tmp_path: Path) -> None:
 
 def test_an_ending_that_cannot_be_drawn(tmp_path: Path) -> None:
     """An unsupported extension raises, and no file is created."""
-    with raises(UserError, "picture-format"):
+    with raises(UserError, "picture_format"):
         draw_memory(course(), PICTURE, tmp_path / "memory.gif")
     assert not list(tmp_path.iterdir())
 

@@ -229,9 +229,9 @@ def test_several_steps_are_one_report() -> None:
 def test_without_a_step_there_is_no_report() -> None:
     """Without a finished block with a step, reading the report raises."""
     engine = make_engine()
-    with record_memory(engine) as recording, raises(UserError, "no-report-yet"):
+    with record_memory(engine) as recording, raises(UserError, "no_report_yet"):
         _ = recording.report
-    with raises(UserError, "no-report-yet"):
+    with raises(UserError, "no_report_yet"):
         _ = recording.report
 
 

@@ -54,5 +54,5 @@ def test_a_short_log_is_refused(tmp_path: Path) -> None:
         log.observe(start())
         for number in range(5):
             log.observe(step_of(number, 1.0))
-    with raises(UserError, "too-few-steps"):
+    with raises(UserError, "too_few_steps"):
         read_spikes(tmp_path / "events.jsonl")

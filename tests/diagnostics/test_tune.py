@@ -170,7 +170,7 @@ def test_what_does_not_fit() -> None:
     assert list(report.rates) == [2, 3, 6, 12]
     assert [one.peak_bytes is None for one in report.sizes] == [False] * 4 + [True] * 2
     assert str(report).count("does not fit") == 2
-    with raises(BatchSizeError, "does-not-fit"):
+    with raises(BatchSizeError, "does_not_fit"):
         tuned(clock, Model(clock, fits=1))
 
 
@@ -202,7 +202,7 @@ def test_sizes_out_of_range() -> None:
     """A size that is not possible for the batch raises with both numbers."""
     for size in (0, 49):
         clock = Clock()
-        with raises(BatchSizeError, "size-out-of-range"):
+        with raises(BatchSizeError, "size_out_of_range"):
             tuned(clock, Model(clock), micro_batch_sizes=[size])
 
 
@@ -267,7 +267,7 @@ def test_figure(tmp_path: Path) -> None:
 
     drawn = (tmp_path / "deep" / "curves.svg").read_text(encoding="utf-8")
     assert "<svg" in drawn
-    with raises(UserError, "picture-format"):
+    with raises(UserError, "picture_format"):
         draw_tuning(report_of(), tmp_path / "curves.gif")
 
 

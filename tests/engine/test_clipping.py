@@ -183,6 +183,6 @@ def test_policies_are_one_per_group() -> None:
     """Fewer policies than parameter groups raise an error with both numbers and leave no hook on the model."""
     model = Roles(sparse=False)
     optimizer = torch.optim.SGD(model.groups(), lr=1.0)
-    with raises(UserError, "clip-groups"):
+    with raises(UserError, "clip_groups"):
         ab.Engine(model, optimizer, ab.mean_over_samples(classify), clip=[1.0, None], world=ab.World())
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())  # noqa: SLF001

@@ -196,7 +196,7 @@ def test_data_in_another_order_are_refused(name: str, tmp_path: Path) -> None:
     with make_engine() as engine:
         engine.load(tmp_path)
         for _ in range(2):
-            with raises(DataError, "other-data"):
+            with raises(DataError, "other_data"):
                 run(engine, OTHER_DATA[name]())
         assert engine.num_steps == 2
         more = {"start": Position(1)}

@@ -170,7 +170,7 @@ def test_every_module_gets_its_own_mode_back() -> None:
     with make_engine(model) as engine:
         engine.evaluate([vectors(5)], metric)
         assert [module.training for module in model.modules()] == before
-        with raises(LossError, "no-count"):
+        with raises(LossError, "no_count"):
             engine.evaluate([vectors(5)], classify)
         assert [module.training for module in model.modules()] == before
     assert seen == [(False, False)] * 3
@@ -266,10 +266,10 @@ class Area:
 def test_metrics_that_do_not_know_the_model_or_return_no_rows_are_refused() -> None:
     """Metric objects, and functions that return one number instead of rows, raise an error with the fix."""
     with make_engine(nn.Linear(5, 4).double()) as engine:
-        with raises(UserError, "metric-object"):
+        with raises(UserError, "metric_object"):
             engine.evaluate([vectors(5)], Area())  # type: ignore[arg-type]
         averaged = OverWholeSet(lambda model, batch: model(batch["x"]).mean(), float)
-        with raises(LossError, "no-rows"):
+        with raises(LossError, "no_rows"):
             engine.evaluate([vectors(5)], averaged)
         with pytest.raises(LossError):
             engine.evaluate([], OverWholeSet(ranked, area))

@@ -113,7 +113,7 @@ def test_what_does_not_go_together_is_refused() -> None:
             engine.step(Padded()([Sentences()[0], Sentences()[1]]))
         with pytest.raises(DataError):
             engine.step(next(iter(ab.batches(Sentences(), effective_batch_size=4, collate=Padded()))))
-    with raises(BatchSizeError, "budget-and-steps"):
+    with raises(BatchSizeError, "budget_and_steps"):
         engine_of(model, accumulation_steps=4)
     with pytest.raises(CompositionError):
         engine_of(model, norms=Ghost(2))

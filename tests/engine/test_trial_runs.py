@@ -107,7 +107,7 @@ def test_a_step_is_not_begun_again_on_changed_inputs() -> None:
         return found
 
     engine = engine_of(wide(), ab.mean_over_samples(full), micro_batch_size=16, check_loss=False)
-    with raises(CannotRedoError, "batch-changed-in-place"):
+    with raises(CannotRedoError, "batch_changed_in_place"):
         engine.gradients(batch_of())
     engine.close()
 

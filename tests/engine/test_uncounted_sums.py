@@ -137,5 +137,5 @@ def test_ranks_without_a_count_take_part(name: str, strategy: str, check_loss: b
 @pytest.mark.parametrize("check_loss", [True, False])
 def test_a_mean_over_nothing_that_is_a_number_is_refused(check_loss: bool) -> None:
     """If a mean over no items is a finite number, its divisor is unknown; the error suggests `LossSum`."""
-    with raises(LossError, "mean-over-nothing"):
+    with raises(LossError, "mean_over_nothing"):
         error_of(ab.mean_over(divided, count=positives), reference, check_loss=check_loss)

@@ -133,7 +133,7 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         capsys.readouterr().out
         == f"wrote {tmp_path / 'trace.json'}: 3 steps, 1 rank, {len(events(tmp_path / 'trace.json'))} events\n"
     )
-    with raises(UserError, "no-steps"):
+    with raises(UserError, "no_steps"):
         write_chrome_trace(rank_logs(tmp_path), tmp_path / "other.json", first_step=7)
     assert not (tmp_path / "other.json").exists()
     assert main(["trace", str(tmp_path / "none")]) == Status.USAGE

@@ -260,11 +260,11 @@ def test_a_log_cut_anywhere_is_whole_again(tmp_path: Path) -> None:
 )
 def test_foreign_files_are_not_touched(tmp_path: Path, content: bytes) -> None:
     """A folder raises, and so does a file that is not a log, which is unchanged with its unfinished last line."""
-    with raises(UserError, "is-a-folder"):
+    with raises(UserError, "is_a_folder"):
         JsonlLog(tmp_path)
     path = tmp_path / "train.py"
     path.write_bytes(content)
-    with raises(UserError, "not-a-log"):
+    with raises(UserError, "not_a_log"):
         JsonlLog(path)
     assert path.read_bytes() == content
 

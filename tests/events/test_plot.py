@@ -271,20 +271,20 @@ def test_without_matplotlib(log: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     out = tmp_path / "a.png"
 
-    with raises(UserError, "needs-matplotlib"):
+    with raises(UserError, "needs_matplotlib"):
         plot_losses(logged(log, whole_run(1)), [out])
     assert not out.exists()
 
 
 def test_other_endings(log: Path) -> None:
     """An unsupported extension raises before anything is read."""
-    with raises(UserError, "picture-format"):
+    with raises(UserError, "picture_format"):
         plot_losses(log, ["a.jpeg"])
 
 
 def test_a_log_without_steps(log: Path, tmp_path: Path) -> None:
     """A log without steps raises with a possible reason; a missing log raises an OSError."""
-    with raises(UserError, "no-steps"):
+    with raises(UserError, "no_steps"):
         plot_losses(logged(log, [start()]), [tmp_path / "a.png"])
     with pytest.raises(FileNotFoundError):
         plot_losses(tmp_path / "none.jsonl", [tmp_path / "a.png"])

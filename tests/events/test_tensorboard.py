@@ -169,5 +169,5 @@ def test_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
 
-    with raises(UserError, "needs-tensorboard"):
+    with raises(UserError, "needs_tensorboard"):
         TensorBoardLog(tmp_path)

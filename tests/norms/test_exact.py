@@ -82,7 +82,7 @@ def test_tasks_at_different_exchanges_are_refused() -> None:
     stranger: Task = lambda exchange: exchange("a", 1) + exchange("c", 1)  # noqa: E731
     early: Task = lambda exchange: exchange("a", 1)  # noqa: E731
     for tasks in ([together, stranger], [together, early], [early, together]):
-        with raises(CompositionError, "different-layers"):
+        with raises(CompositionError, "different_layers"):
             CooperativeThreads[int, int, int](total).run(tasks)
 
 

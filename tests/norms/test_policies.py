@@ -16,10 +16,10 @@ from tests.raising import raises
 @pytest.mark.parametrize(
     ("name", "code"),
     [
-        ("group_norm", "replaces-layers"),
-        ("rms_norm", "replaces-layers"),
-        ("ghost", "unknown-policy"),
-        ("global", "unknown-policy"),
+        ("group_norm", "replaces_layers"),
+        ("rms_norm", "replaces_layers"),
+        ("ghost", "unknown_policy"),
+        ("global", "unknown_policy"),
     ],
 )
 def test_other_names_are_refused(name: str, code: str) -> None:
@@ -35,18 +35,18 @@ def test_other_names_are_refused(name: str, code: str) -> None:
 
 def test_impossible_policies_are_refused() -> None:
     """Ghost batches of one sample and unknown methods of Exact are refused."""
-    with raises(UserError, "group-too-small"):
+    with raises(UserError, "group_too_small"):
         Ghost(1)
-    with raises(UserError, "unknown-method"):
+    with raises(UserError, "unknown_method"):
         Exact(method="detached")  # type: ignore[arg-type]
 
 
 def test_unfit_layers_are_refused() -> None:
     """A lazy layer without parameters is refused, and SyncBatchNorm on several ranks unless frozen."""
     lazy, synced = nn.Sequential(nn.LazyBatchNorm1d()), nn.Sequential(nn.SyncBatchNorm(3))
-    with raises(ParameterError, "lazy-layer"):
+    with raises(ParameterError, "lazy_layer"):
         refuse_unfit_layers(lazy, num_ranks=1, frozen=False)
-    with raises(CompositionError, "synced-layer"):
+    with raises(CompositionError, "synced_layer"):
         refuse_unfit_layers(synced, num_ranks=2, frozen=False)
     lazy(torch.randn(4, 3))
     refuse_unfit_layers(lazy, num_ranks=2, frozen=False)

@@ -73,9 +73,9 @@ def test_a_shared_layer_stays_shared_and_a_model_may_be_a_layer() -> None:
 def test_groups() -> None:
     """Groups are at most 32, of at least 4 channels; a non-divisor and an unknown kind are refused."""
     assert {c: default_groups(c) for c in (3, 8, 16, 20, 96, 256)} == {3: 1, 8: 2, 16: 4, 20: 5, 96: 24, 256: 32}
-    with raises(UserError, "not-a-divisor"):
+    with raises(UserError, "not_a_divisor"):
         replaced(nn.Sequential(nn.BatchNorm1d(8)), "group_norm", num_groups=3)
-    with raises(UserError, "unknown-kind"):
+    with raises(UserError, "unknown_kind"):
         replaced(nn.BatchNorm1d(8), "batch_norm")  # type: ignore[arg-type]
 
 

@@ -64,20 +64,20 @@ def test_valid(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "code"),
     [
-        ({"model": nn.Linear(2, 1)}, ParameterError, "already-made"),
-        ({"model": {"net": nn.Linear(2, 1)}}, ParameterError, "already-made"),
-        ({"model": nn.Linear}, ParameterError, "wrong-arguments"),
-        ({"optimizer": torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)}, ParameterError, "already-made"),
-        ({"optimizer": lambda named: torch.optim.SGD(named, 0.1)}, ParameterError, "wrong-arguments"),
-        ({"dataset": torch.zeros(4, 2)}, DataError, "already-made"),
-        ({"dataset": lambda split: [split]}, DataError, "wrong-arguments"),
-        ({"loss": "mse"}, LossError, "not-a-loss"),
-        ({"loss": ab.mean_over_samples(ParameterLoss())}, LossError, "loss-has-parameters"),
-        ({"collate": lambda: None}, DataError, "wrong-arguments"),
-        ({"scheduler": lambda optimizer: optimizer}, ParameterError, "wrong-arguments"),
-        ({"evaluate": mean_square}, UserError, "wrong-type"),
-        ({"defaults": {"epochs": 1}}, UserError, "wrong-type"),
-        ({"defaults": ab.RunConfig(effective_batch_size=2)}, UserError, "missing-default"),
+        ({"model": nn.Linear(2, 1)}, ParameterError, "already_made"),
+        ({"model": {"net": nn.Linear(2, 1)}}, ParameterError, "already_made"),
+        ({"model": nn.Linear}, ParameterError, "wrong_arguments"),
+        ({"optimizer": torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)}, ParameterError, "already_made"),
+        ({"optimizer": lambda named: torch.optim.SGD(named, 0.1)}, ParameterError, "wrong_arguments"),
+        ({"dataset": torch.zeros(4, 2)}, DataError, "already_made"),
+        ({"dataset": lambda split: [split]}, DataError, "wrong_arguments"),
+        ({"loss": "mse"}, LossError, "not_a_loss"),
+        ({"loss": ab.mean_over_samples(ParameterLoss())}, LossError, "loss_has_parameters"),
+        ({"collate": lambda: None}, DataError, "wrong_arguments"),
+        ({"scheduler": lambda optimizer: optimizer}, ParameterError, "wrong_arguments"),
+        ({"evaluate": mean_square}, UserError, "wrong_type"),
+        ({"defaults": {"epochs": 1}}, UserError, "wrong_type"),
+        ({"defaults": ab.RunConfig(effective_batch_size=2)}, UserError, "missing_default"),
     ],
 )
 def test_refused(changes: dict[str, Any], error: type[UserError], code: str) -> None:
@@ -89,9 +89,9 @@ def test_refused(changes: dict[str, Any], error: type[UserError], code: str) -> 
 @pytest.mark.parametrize(
     ("arguments", "error", "code"),
     [
-        ({"dataset": torch.zeros(2)}, DataError, "already-made"),
-        ({"dataset": list, "metric": "accuracy"}, LossError, "already-made"),
-        ({"dataset": list, "effective_batch_size": 0}, BatchSizeError, "not-a-whole-number"),
+        ({"dataset": torch.zeros(2)}, DataError, "already_made"),
+        ({"dataset": list, "metric": "accuracy"}, LossError, "already_made"),
+        ({"dataset": list, "effective_batch_size": 0}, BatchSizeError, "not_a_whole_number"),
     ],
 )
 def test_evaluation(arguments: dict[str, Any], error: type[UserError], code: str) -> None:

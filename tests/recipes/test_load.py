@@ -58,7 +58,7 @@ def test_a_module_in_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "package").mkdir()
     written(tmp_path, SMALLEST_RECIPE, "package/inside.py")
     assert load_recipe("package.inside:job").defaults.effective_batch_size == 16
-    with raises(UserError, "unknown-recipe"):
+    with raises(UserError, "unknown_recipe"):
         load_recipe("package.outside:job")
 
 
@@ -91,13 +91,13 @@ def test_the_one_function_that_must_be_meant(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "suffix", "code"),
     [
-        ("a = 1\n", "", "which-function"),
-        ("def job(): ...\ndef recipe(): ...\ndef f(): ...\n", "", "which-function"),
-        ("def f(): ...\ndef e(): ...\n", ":g", "no-function"),
-        ("from os import getcwd\ng = 3\n", ":g", "not-a-function"),
-        ("def job(width, *, depth, a=1, **b): ...\n", "", "needs-arguments"),
-        ("def job(): return {}\n", "", "not-a-job"),
-        ("def job(): pass\n", ":job", "not-a-job"),
+        ("a = 1\n", "", "which_function"),
+        ("def job(): ...\ndef recipe(): ...\ndef f(): ...\n", "", "which_function"),
+        ("def f(): ...\ndef e(): ...\n", ":g", "no_function"),
+        ("from os import getcwd\ng = 3\n", ":g", "not_a_function"),
+        ("def job(width, *, depth, a=1, **b): ...\n", "", "needs_arguments"),
+        ("def job(): return {}\n", "", "not_a_job"),
+        ("def job(): pass\n", ":job", "not_a_job"),
     ],
 )
 def test_functions(text: str, suffix: str, code: str, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_functions(text: str, suffix: str, code: str, tmp_path: Path) -> None:
 )
 def test_unknown_names(name: str) -> None:
     """An unknown name raises an error with all valid forms."""
-    with raises(UserError, "unknown-recipe"):
+    with raises(UserError, "unknown_recipe"):
         load_recipe(name)
 
 
@@ -119,17 +119,17 @@ def test_unknown_names(name: str) -> None:
 def test_missing_files(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing file raises with the folder searched; so does a folder instead of a file."""
     monkeypatch.chdir(tmp_path)
-    with raises(UserError, "no-file"):
+    with raises(UserError, "no_file"):
         load_recipe(name)
-    with raises(UserError, "no-file"):
+    with raises(UserError, "no_file"):
         load_recipe(f"{tmp_path}/")
 
 
 def test_files_that_are_no_source(tmp_path: Path) -> None:
     """A file must end in .py and must not have the name of a loaded module."""
-    with raises(UserError, "not-python"):
+    with raises(UserError, "not_python"):
         load_recipe(written(tmp_path, SMALLEST_RECIPE, "mine.txt"))
-    with raises(UserError, "name-is-taken"):
+    with raises(UserError, "name_is_taken"):
         load_recipe(written(tmp_path, SMALLEST_RECIPE, "json.py"))
 
 
@@ -166,7 +166,7 @@ def test_errors_below_the_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "broken").mkdir()
     written(tmp_path, "import no_such_module\n", "broken/__init__.py")
     written(tmp_path, SMALLEST_RECIPE, "broken/inside.py")
-    with raises(UserError, "user-code") as caught:
+    with raises(UserError, "user_code") as caught:
         load_recipe("broken.inside:job")
     assert "No module named 'no_such_module'" in str(caught.value)
 
@@ -174,7 +174,7 @@ def test_errors_below_the_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without scikit-learn the recipe "digits" raises with the install command."""
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with raises(DataError, "needs-scikit-learn"):
+    with raises(DataError, "needs_scikit_learn"):
         load_recipe("digits")
 
 

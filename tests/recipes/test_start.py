@@ -164,7 +164,7 @@ def test_streams() -> None:
     assert len(rates_of(start(job, RunConfig(steps=2)))) == 2
     scheduled = dataclasses.replace(job, scheduler=CosineAnnealingLR)
     assert len(rates_of(start(scheduled, RunConfig(steps=2)))) == 2
-    with raises(DataError, "needs-length"):
+    with raises(DataError, "needs_length"):
         start(scheduled)
 
 

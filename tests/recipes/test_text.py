@@ -100,7 +100,7 @@ def test_windows_are_the_text(sizes: list[int], context: int, tmp_path_factory: 
         file.write_bytes(content)
     joined = b"".join(content + b"\0" for content in contents)
     if len(joined) <= context:
-        with raises(DataError, "too-little-text"):
+        with raises(DataError, "too_little_text"):
             Windows(files, context)
         return
     windows = Windows(files, context)
@@ -144,9 +144,9 @@ def test_too_few_files(tmp_path: Path) -> None:
     """A single file, and a missing folder, raise: training and evaluation need separate files."""
     (tmp_path / "a.txt").write_bytes(b"12345")
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
-    with raises(DataError, "too-few-files"):
+    with raises(DataError, "too_few_files"):
         text(tmp_path, pattern="*.txt")
-    with raises(DataError, "too-few-files"):
+    with raises(DataError, "too_few_files"):
         text(tmp_path / "nowhere")
 
 

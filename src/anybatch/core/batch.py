@@ -53,7 +53,7 @@ class Placement:
                 "long its samples are. Give lengths with the data, ab.batches(dataset, lengths=...), or cut by number: "
                 "micro_batch_size=16."
             )
-            raise DataError(message, code="no-lengths")
+            raise DataError(message, code="no_lengths")
         return plan_by_length(lengths, self.world_size, self.cut, self.budget)
 
     def units(self, num_samples: int, lengths: SampleLengths | None = None) -> list[Positions]:

@@ -138,7 +138,7 @@ def parse_link(text: str) -> Link:
             f"{text!r} is not a link. Write a bandwidth above 0 and a latency with their units, such as 400Gbit,5us, "
             "1Gbit,1ms or 25GB/s,2us."
         )
-        raise UserError(message, code="not-a-link")
+        raise UserError(message, code="not_a_link")
     bits = float(rate[1]) * _BIT_PREFIXES[rate[2].lower()] * (8 if rate[3] == "B" else 1)
     return Link(latency_seconds=float(time[1]) * _TIME_UNITS[time[2]], bytes_per_second=bits / 8)
 

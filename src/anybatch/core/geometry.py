@@ -34,7 +34,7 @@ def checked_int(
     bound = "" if least is None else f" of at least {least}"
     kind = "" if type(value) is int else f", not {type(value).__name__}"
     message = f"{name}={value!r} must be a whole number{bound}{kind}.{cure and f' {cure}'}"
-    raise error(message, code="not-a-whole-number")
+    raise error(message, code="not_a_whole_number")
 
 
 def refuse_unless(
@@ -48,7 +48,7 @@ def refuse_unless(
     if not is_valid:
         # An argument in the wrong position may be a whole data set.
         message = f"{name}={reprlib.repr(value)} must be {expected}, not {type(value).__name__}."
-        raise error(message, code="wrong-kind-of-value")
+        raise error(message, code="wrong_kind_of_value")
 
 
 def is_number(value: object) -> bool:
@@ -150,7 +150,7 @@ def _check_product(world_size: int, effective: int, micro: int | None, steps: in
             f"(effective_batch_size={effective} on {world_size} rank{'s' * (world_size > 1)}). "
             f"Use at most {share}, or leave it out."
         )
-        raise BatchSizeError(message, **sizes, code="too-many-steps")
+        raise BatchSizeError(message, **sizes, code="too_many_steps")
     if micro is None:
         return
     needed = ceil_div(share, micro)
@@ -162,7 +162,7 @@ def _check_product(world_size: int, effective: int, micro: int | None, steps: in
             f"Give any two of them: with micro_batch_size={micro} the accumulation steps would be {needed}; "
             f"with accumulation_steps={steps} the micro-batch size would be {ceil_div(share, steps)}."
         )
-        raise BatchSizeError(message, **sizes, code="sizes-contradict")
+        raise BatchSizeError(message, **sizes, code="sizes_contradict")
 
 
 NEAR_BEST = 1.03

@@ -121,10 +121,10 @@ def scale_rate(
     _check_not_negative("learning_rate", learning_rate)
     if rule not in get_args(ScalingRule):
         message = f"{rule=} is not a scaling rule; use one of {_comma_separated(get_args(ScalingRule))}."
-        raise UserError(message, code="unknown-rule")
+        raise UserError(message, code="unknown_rule")
     if memory not in (None, *get_args(Memory)):
         message = f"{memory=} must be one of {_comma_separated(get_args(Memory))}, or None for the rule's default."
-        raise UserError(message, code="unknown-option")
+        raise UserError(message, code="unknown_option")
     kappa = effective_batch_size / base_batch_size
     of_rule = {"linear": kappa, "sqrt": math.sqrt(kappa), "none": 1.0}[rule]
     is_sqrt = rule == "sqrt"
@@ -167,7 +167,7 @@ def default_rule(optimizer: torch.optim.Optimizer) -> ScalingRule:
         f"no scaling rule is known for {type(optimizer).__name__}, which is neither SGD-like nor Adam-like. "
         f"Pass one of {_comma_separated(get_args(ScalingRule))} as rule."
     )
-    raise UserError(message, code="no-rule-known")
+    raise UserError(message, code="no_rule_known")
 
 
 def scale_optimizer(
@@ -204,7 +204,7 @@ def scale_optimizer(
             f"this {type(optimizer).__name__} is already under a learning-rate scheduler (its groups have an "
             "initial_lr), which would undo the scaling. Scale first, then make the scheduler."
         )
-        raise ParameterError(message, code="has-scheduler")
+        raise ParameterError(message, code="has_scheduler")
     chosen = default_rule(optimizer) if rule is None else rule
     betas_keys = [_betas_key(optimizer, group) for group in optimizer.param_groups]
     # Compute all groups before changing the first, so that an error leaves the optimizer unchanged.

@@ -255,7 +255,7 @@ def unit_counts(loss: Loss, batch: Batch, num_samples: int) -> tuple[float, ...]
             raise LossError(message, term=name, unit=term.items.name) from None
         if not 0.0 <= count < float("inf"):
             message = f"the count of loss term {name!r} is {count}; it must be a finite number that is not negative."
-            raise LossError(message, term=name, unit=term.items.name, code="bad-count")
+            raise LossError(message, term=name, unit=term.items.name, code="bad_count")
         counts.append(count)
     return tuple(counts)
 
@@ -397,7 +397,7 @@ def _lookup(batch: Batch, name: str) -> torch.Tensor:
     except (KeyError, AttributeError):
         has = sorted(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
         message = f"labels={name!r} is not in the batch, which has {has}. Pass its name, or a function of the batch."
-        raise LossError(message, code="no-labels") from None
+        raise LossError(message, code="no_labels") from None
     if not isinstance(value, torch.Tensor):
         message = f"labels={name!r} is a {type(value).__name__} in the batch; it must be a tensor to be counted."
         raise LossError(message)
@@ -409,5 +409,5 @@ def _callable(function: Any) -> Any:  # noqa: ANN401 (any value, checked and ret
         message = (
             f"a loss is declared from a function f(model, batch), not from {type(function).__name__} {function!r}."
         )
-        raise LossError(message, code="not-a-function")
+        raise LossError(message, code="not_a_function")
     return function

@@ -99,7 +99,7 @@ class CountedBefore:
                 f"{items.name}, of which the micro-batch has {count:g}. Return the mean itself (one number, no axis), "
                 f"or one loss for each of the {count:g} {items.name}."
             )
-            raise LossError(message, term=name, unit=items.name, code="other-items")
+            raise LossError(message, term=name, unit=items.name, code="other_items")
 
     def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:
         """Return a mean times `factor` (`TermFactors.of_mean`)."""

@@ -62,7 +62,7 @@ class BatchRamp:
         object.__setattr__(self, "stages", stages)
         if not stages:
             message = "a ramp needs stages: BatchRamp((64, 100_000), (256, None)), for example."
-            raise BatchSizeError(message, code="no-stages")
+            raise BatchSizeError(message, code="no_stages")
         for number, (size, num_samples) in enumerate(stages):
             checked_int(f"effective batch size of stage {number}", size, error=BatchSizeError)
             self._check_length(number, size, num_samples)
@@ -86,7 +86,7 @@ class BatchRamp:
                     f"number of samples. The nearest are {size // tokens_per_sample * tokens_per_sample} and "
                     f"{ceil_div(size, tokens_per_sample) * tokens_per_sample} tokens."
                 )
-                raise BatchSizeError(message, code="no-whole-samples")
+                raise BatchSizeError(message, code="no_whole_samples")
         return cls(
             *(
                 (size // tokens_per_sample, None if length is None else ceil_div(length, tokens_per_sample))
@@ -108,12 +108,12 @@ class BatchRamp:
                 f"{text!r} must be sizes, each but the first with the sample at which it begins: 32,128@20000 is a "
                 "batch of 32 samples that grows to 128 after 20,000 samples."
             )
-            raise BatchSizeError(message, code="not-a-ramp")
+            raise BatchSizeError(message, code="not_a_ramp")
         begins = [int(begin or 0) for _, begin in stages]
         for former, later in pairwise(begins):
             if later <= former:
                 message = f"{text!r} has a stage that begins at {later}, not after the one before it, at {former}."
-                raise BatchSizeError(message, code="stages-out-of-order")
+                raise BatchSizeError(message, code="stages_out_of_order")
         lengths = [later - former for former, later in pairwise(begins)]
         return cls(*((size, length) for (size, _), length in zip(stages, [*lengths, None], strict=True)))
 
@@ -166,14 +166,14 @@ class BatchRamp:
                 return
             what = f"is the last and ends after {num_samples} samples" if is_last else "has no end, and is not the last"
             message = f"stage {number} of a ramp {what}. The last stage, and only that one, has None for its length."
-            raise BatchSizeError(message, code="end-of-stage")
+            raise BatchSizeError(message, code="end_of_stage")
         checked_int(f"samples of stage {number}", num_samples, error=BatchSizeError)
         if num_samples < size:
             message = (
                 f"stage {number} of a ramp has steps of {size} samples and lasts for {num_samples}: not one whole "
                 "step. Make it longer, its steps smaller, or leave it out."
             )
-            raise BatchSizeError(message, code="stage-too-short")
+            raise BatchSizeError(message, code="stage_too_short")
 
 
 def sizes_of(effective_batch_size: int | BatchRamp) -> tuple[int, ...]:
@@ -399,7 +399,7 @@ def _required_num_steps(part: BoundedSchedule) -> int:
     """Return the steps of a schedule that another one follows; refuse one that never ends."""
     if part.num_steps is None:
         message = f"{part} has num_steps=None, so nothing can follow it. Give it num_steps, or put it last."
-        raise UserError(message, code="endless-schedule")
+        raise UserError(message, code="endless_schedule")
     return part.num_steps
 
 
@@ -413,4 +413,4 @@ def _check_not_negative(name: str, value: float) -> None:
 def _check_fraction(name: str, value: float) -> None:
     if not 0.0 <= value <= 1.0:
         message = f"{name}={value} must be from 0 to 1."
-        raise UserError(message, code="not-a-fraction")
+        raise UserError(message, code="not_a_fraction")

@@ -76,7 +76,7 @@ class SpikeRule:
         for name in ("jump", "strictness", "norm_weight", "floor"):
             if not 0.0 < getattr(self, name) < math.inf:
                 message = f"{name}={getattr(self, name)!r} must be a finite number above 0."
-                raise UserError(message, code="not-positive")
+                raise UserError(message, code="not_positive")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -154,7 +154,7 @@ class BatchPlan:
                 f"{self.num_samples - 1} once, and it holds {len(positions)} positions, {len(set(positions))} of them "
                 "different. Return a permutation of range(len(sample_ids))."
             )
-            raise BatchSizeError(message, code="not-a-permutation")
+            raise BatchSizeError(message, code="not_a_permutation")
         return dataclasses.replace(self, order=positions)
 
     def __str__(self) -> str:
@@ -183,7 +183,7 @@ def plan_batch(num_samples: int, world_size: int, cut: Cut) -> BatchPlan:
     """
     if num_samples < 0:
         message = f"{num_samples=} must not be negative."
-        raise BatchSizeError(message, code="negative-size")
+        raise BatchSizeError(message, code="negative_size")
     if cut.deal == "balanced":
         return plan_shares(_even_shares(num_samples, world_size, cut), cut)
     if cut.accumulation_steps is not None:
@@ -282,7 +282,7 @@ def _units_of(num_samples: int, size: int, cut: Cut) -> tuple[int, ...]:
             f"micro_batch_size={size} must be at least the group size {cut.group}: a group is normalised in one "
             "micro-batch. Use a larger micro_batch_size or a smaller group."
         )
-        raise BatchSizeError(message, micro_batch_size=size, code="group-too-large")
+        raise BatchSizeError(message, micro_batch_size=size, code="group_too_large")
     groups, per_unit = group_sizes(num_samples, cut.group), max(1, size // cut.group)
     return tuple(sum(groups[start : start + per_unit]) for start in range(0, len(groups), per_unit))
 
@@ -300,7 +300,7 @@ def _refuse_cut_groups(share_sizes: Sequence[int], cut: Cut) -> None:
                 f"the share of rank {rank} ends after sample {end} of {total}, within a group of {cut.group} samples. "
                 "Make each share a multiple of the group (the last may be shorter), or feed the engine from ab.batches."
             )
-            raise BatchSizeError(message, code="group-cut")
+            raise BatchSizeError(message, code="group_cut")
 
 
 def _ranges(sizes: Iterable[int], start: int) -> Iterable[tuple[int, int]]:

@@ -48,7 +48,7 @@ def shape_for(shapes: Sequence[Shape], num_samples: int, longest: int) -> Shape:
     with_room = [shape for shape in shapes if shape[0] >= num_samples and shape[1] >= longest]
     if not with_room:
         message = f"no shape of {list(shapes)} has room for {num_samples} x {longest} tokens. Add a larger one."
-        raise BatchSizeError(message, code="no-shape")
+        raise BatchSizeError(message, code="no_shape")
     return min(with_room, key=lambda shape: (shape[0] * shape[1], shape))
 
 
@@ -131,7 +131,7 @@ def token_budget(
     refuse_unless(is_valid, "sample_cost", sample_cost, "a function of a length, or None")
     if longer not in ("error", "alone"):
         message = f"{longer=} must be 'error' or 'alone'. To shorten samples, give the collate function a `longest`."
-        raise UserError(message, code="unknown-option")
+        raise UserError(message, code="unknown_option")
     fixed = None if fixed_tokens is None else float(fixed_tokens)
     return TokenBudget(tokens=tokens, fixed_tokens=fixed, sample_cost=sample_cost, longer=longer)
 
@@ -182,7 +182,7 @@ def _refuse_longer(lengths: SampleLengths, laid_out: Sequence[int], budget: Toke
             "token_budget(..., longer='alone'), if memory has room for it; or shorten them, "
             "anybatch.data.Padded(longest=...)."
         )
-        raise BatchSizeError(message, code="sample-too-long")
+        raise BatchSizeError(message, code="sample_too_long")
 
 
 def _costs(laid_out: Sequence[int], budget: TokenBudget) -> list[float]:
@@ -194,7 +194,7 @@ def _costs(laid_out: Sequence[int], budget: TokenBudget) -> list[float]:
                 f"sample_cost must not fall as samples get longer: it is {by_length[shorter]} for {shorter} tokens and "
                 f"{by_length[longer]} for {longer}."
             )
-            raise UserError(message, code="falling-cost")
+            raise UserError(message, code="falling_cost")
     return [by_length[length] for length in laid_out]
 
 
@@ -296,7 +296,7 @@ def _shaped_cut(lengths: SampleLengths, budget: TokenBudget, cap: int, fixed: fl
                 f"no shape of {list(lengths.shapes)} has room for a sample of {longest:,} tokens within {cap:,} tokens "
                 "a micro-batch. Add one of a single row, or raise the budget."
             )
-            raise BatchSizeError(message, code="no-shape")
+            raise BatchSizeError(message, code="no_shape")
         least, begin = min((best[max(0, end - shape[0])] + costs[shape], max(0, end - shape[0])) for shape in with_room)
         best.append(least)
         begins.append(begin)

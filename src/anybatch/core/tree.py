@@ -182,7 +182,7 @@ def read_samples(batch: Batch, num_samples: int | None = None) -> tuple[Batch, i
             _uncountable(batch, lengths | {path: len(node) for path, node in lists.items()}), code="uncountable"
         )
     if len(readings) > 1:
-        raise DataError(_ambiguity("a list in the batch", readings), code="two-readings")
+        raise DataError(_ambiguity("a list in the batch", readings), code="two_readings")
     number, entries = readings.popitem()
     return (_with_marks(batch, entries) if lists else batch), number
 
@@ -229,7 +229,7 @@ def _rows_of_other_layouts(tensor: torch.Tensor, start: int, stop: int) -> torch
         f"a tensor of layout {tensor.layout} cannot be cut into samples. Convert it with to_sparse_coo(), of which "
         "rows can be taken, or with to_dense()."
     )
-    raise DataError(message, code="layout-without-rows")
+    raise DataError(message, code="layout_without_rows")
 
 
 def pick_samples(batch: Batch, positions: Sequence[int]) -> Batch:
@@ -440,7 +440,7 @@ def _entries(node: Batch, number: int, *, is_top: bool = True) -> frozenset[int]
         return below if holds_samples else None
     if holds_samples and below is not None:
         two = _ambiguity(f"a {type(node).__name__} in the batch", {number: frozenset()}, both=number)
-        raise DataError(two, code="two-readings")
+        raise DataError(two, code="two_readings")
     return frozenset([id(node)])
 
 

@@ -163,10 +163,10 @@ def batches(
         refuse_unless(value is None or isinstance(value, bool), name, value, "True or False", DataError)
     if shuffle and sampler is not None:
         message = "shuffle=True and a sampler both set the order of the samples. Give one of them."
-        raise DataError(message, code="shuffle-and-sampler")
+        raise DataError(message, code="shuffle_and_sampler")
     if sampler is not None and not _has_index(dataset):
         message = f"a sampler yields indices, and the data set ({type(dataset).__name__}) is a stream. Leave it out."
-        raise DataError(message, code="sampler-of-a-stream")
+        raise DataError(message, code="sampler_of_a_stream")
     request = BatchOptions(
         effective_batch_size=effective_batch_size,
         # A stream cannot be shuffled, because it has no index.
@@ -212,7 +212,7 @@ def _stream_source(dataset: Any, request: BatchOptions) -> StreamSource:  # noqa
             "Pass the data set it was made from, the whole of it on every rank (no DistributedSampler), or a loader "
             "that yields samples, with batch_size=None."
         )
-        raise DataError(message, code="yields-batches")
+        raise DataError(message, code="yields_batches")
     if isinstance(dataset, Shards):
         return StreamSource(dataset, dataset, None, request)
     if hasattr(dataset, "__getitem__") and not isinstance(dataset, (IterableDataset, str)):
@@ -220,7 +220,7 @@ def _stream_source(dataset: Any, request: BatchOptions) -> StreamSource:  # noqa
             f"dataset ({type(dataset).__name__}) has __getitem__ but no __len__, so its samples cannot be ordered. "
             "Add __len__, or pass a stream: an object with __iter__ and no __getitem__."
         )
-        raise DataError(message, code="no-length")
+        raise DataError(message, code="no_length")
     check_readable(dataset, "dataset")
     return StreamSource(dataset, Shards([dataset]), _stated_length(dataset), request)
 

@@ -309,7 +309,7 @@ def _check_schedule(schedule: SampleSchedule) -> None:
             f"drop_last=True leaves nothing: the data set has {num_samples} samples, "
             f"effective_batch_size={size} needs {size}. Use drop_last=False, or at most {num_samples}."
         )
-        raise DataError(message, code="no-full-batch")
+        raise DataError(message, code="no_full_batch")
 
 
 def _check_stages(ramp: BatchRamp, num_samples: int) -> None:
@@ -320,7 +320,7 @@ def _check_stages(ramp: BatchRamp, num_samples: int) -> None:
                 f"stage {number} of the ramp has steps of {size:,} samples, and the data set has {num_samples:,}: "
                 f"batches do not cross epochs, so no step would ever have that many. Use at most {num_samples:,}."
             )
-            raise BatchSizeError(message, code="stage-never-begins")
+            raise BatchSizeError(message, code="stage_never_begins")
 
 
 def _check_start(schedule: SampleSchedule, start: Position) -> None:
@@ -329,4 +329,4 @@ def _check_start(schedule: SampleSchedule, start: Position) -> None:
             f"start.sample_offset={start.sample_offset} is larger than an epoch of {schedule.num_samples} samples. "
             "Resume with the data set that the position was saved with."
         )
-        raise DataError(message, code="start-beyond-epoch")
+        raise DataError(message, code="start_beyond_epoch")

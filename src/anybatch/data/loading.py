@@ -65,7 +65,7 @@ def checked_rows(batch: Batch, num_samples: int, collate: Collate) -> Batch:
             "samples in the data set, before batching; if another number of rows is intended (packed tokens, several "
             "views), declare it: collate=anybatch.data.AnyRows(collate)."
         )
-        raise DataError(message, code="other-rows")
+        raise DataError(message, code="other_rows")
     return batch
 
 

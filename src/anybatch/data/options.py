@@ -59,7 +59,7 @@ class BatchOptions:
         checked_int("seed", self.seed, least=None, error=DataError)
         if not callable(self.collate):
             message = f"collate={self.collate!r} must be a function of a list of samples, or None for torch's own."
-            raise DataError(message, code="not-a-function")
+            raise DataError(message, code="not_a_function")
         if self.lengths is not None and isinstance(self.collate, OverEffectiveBatch):
             message = (
                 "lengths= cuts a batch into micro-batches with little padding, but OverEffectiveBatch pads the whole "
@@ -100,36 +100,36 @@ def _check_sampler(sampler: Any) -> None:  # noqa: ANN401 (torch's)
             f"sampler is a {type(sampler).__name__}, which makes batches; ab.batches makes them itself, of "
             "effective_batch_size. Give the sampler inside it."
         )
-        raise DataError(message, code="sampler-of-batches")
+        raise DataError(message, code="sampler_of_batches")
     if isinstance(sampler, DistributedSampler):
         message = (
             "sampler is a DistributedSampler, and ab.batches gives each rank its share of every batch itself, so "
             "samples would be lost. Leave it out; shuffle=True gives each epoch a new order."
         )
-        raise DataError(message, code="distributed-sampler")
+        raise DataError(message, code="distributed_sampler")
     if not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
         message = f"sampler ({type(sampler).__name__}) must yield indices and have a length, as torch's samplers do."
-        raise DataError(message, code="not-a-sampler")
+        raise DataError(message, code="not_a_sampler")
     if getattr(sampler, "generator", None) is not None:
         message = (
             "the sampler has its own generator, whose state a resumed run does not have. Leave generator= out: "
             "ab.batches(seed=...) seeds the sampler in each epoch."
         )
-        raise DataError(message, code="own-generator")
+        raise DataError(message, code="own_generator")
 
 
 def _check_length(epochs: int | None, steps: int | None, start: Position | None) -> None:
     if start is not None:
         if not isinstance(start, Position):
             message = f"{start=} must be a Position(epoch, sample_offset), such as the `end` of a batch."
-            raise DataError(message, code="not-a-position")
+            raise DataError(message, code="not_a_position")
         checked_int("start.epoch", start.epoch, least=0, error=DataError)
         checked_int("start.sample_offset", start.sample_offset, least=0, error=DataError)
     if steps is not None:
         checked_int("steps", steps, error=DataError)
         if epochs is not None:
             message = f"{epochs=} and {steps=} both set the end of the run. Give one of them."
-            raise DataError(message, code="epochs-and-steps")
+            raise DataError(message, code="epochs_and_steps")
         return
     last = 1 if epochs is None else epochs
     checked_int("epochs", last, error=DataError)
@@ -140,7 +140,7 @@ def _check_length(epochs: int | None, steps: int | None, start: Position | None)
             f"Give epochs={start.epoch + 1} or more to run on, or steps= to count from the start. "
             "Without start= the run continues at the engine's position."
         )
-        raise DataError(message, code="start-beyond-end")
+        raise DataError(message, code="start_beyond_end")
 
 
 def pins_memory(pin_memory: bool | None) -> bool:  # noqa: FBT001 (the user's argument)
@@ -150,7 +150,7 @@ def pins_memory(pin_memory: bool | None) -> bool:  # noqa: FBT001 (the user's ar
     if pin_memory and not possible:
         name = "no accelerator" if accelerator is None else accelerator.type
         message = f"{pin_memory=} needs an accelerator that reads pinned memory; here is {name}. Leave it at None."
-        raise DataError(message, code="nothing-to-pin-for")
+        raise DataError(message, code="nothing_to_pin_for")
     return possible if pin_memory is None else pin_memory
 
 
@@ -182,7 +182,7 @@ def sampled_order(sampler: Any, num_samples: int, *, seed: int, epoch: int) -> t
             f"the sampler yielded {len(drawn)} items ({kinds}), and its length is {num_samples}. It must yield that "
             "many indices of single samples: ab.batches makes the batches, so give the sampler inside a batch sampler."
         )
-        raise DataError(message, code="sampler-of-batches")
+        raise DataError(message, code="sampler_of_batches")
     return torch.tensor([int(index) for index in drawn], dtype=torch.int64)
 
 

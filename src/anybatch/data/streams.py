@@ -39,20 +39,20 @@ def check_loader(loader: "DataLoader[Any]", *, num_workers: int) -> None:
             "the loader has a DistributedSampler, and ab.batches gives each rank its share of every batch itself, so "
             "samples would be lost. Leave it out."
         )
-        raise DataError(message, code="distributed-sampler")
+        raise DataError(message, code="distributed_sampler")
     if getattr(loader.sampler, "generator", None) is not None or loader.generator is not None:
         message = (
             "the loader draws its order from its own generator, whose state a resumed run does not have; torchdata's "
             "loaders always do so if they shuffle. Pass the data set itself, which ab.batches shuffles in each epoch "
             "by its seed, or leave the generator, or shuffle=True, out."
         )
-        raise DataError(message, code="own-generator")
+        raise DataError(message, code="own_generator")
     if num_workers and loader.num_workers:
         message = (
             f"{num_workers=} would read a loader with {loader.num_workers} workers in workers, which cannot start any. "
             "Leave one of them out."
         )
-        raise DataError(message, code="workers-in-workers")
+        raise DataError(message, code="workers_in_workers")
     # torchdata's loader would begin at its saved state, and the samples before the run's position would be dropped
     # twice.
     if getattr(loader, "next_iter_state", None) is not None:
@@ -60,7 +60,7 @@ def check_loader(loader: "DataLoader[Any]", *, num_workers: int) -> None:
             "the loader has been given a state (load_state_dict), but ab.batches continues at the "
             "engine's position. Leave it out: engine.load restores the position in samples, at any world size."
         )
-        raise DataError(message, code="loader-with-state")
+        raise DataError(message, code="loader_with_state")
 
 
 StreamSample = tuple[int, Any]
@@ -110,13 +110,13 @@ def check_readable(part: object, name: str) -> None:
             f"{name} is a generator, which can be read only once. Pass an object whose __iter__ restarts "
             "(such as a torch IterableDataset), or ab.Shards(generator_function, num_shards=1)."
         )
-        raise DataError(message, code="read-only-once")
+        raise DataError(message, code="read_only_once")
     if isinstance(part, str) or not isinstance(part, Iterable):
         message = (
             f"{name} is of type {type(part).__name__}; its samples can be neither indexed nor iterated. "
             "Pass a data set with __getitem__ and __len__, or a stream: an object with __iter__."
         )
-        raise DataError(message, code="not-iterable")
+        raise DataError(message, code="not_iterable")
 
 
 def read_rounds(shards: Shards, numbers: Sequence[int], *, seed: int, epoch: int) -> Iterator[list[StreamSample]]:
@@ -201,20 +201,20 @@ def _number_of_shards(parts: "Sequence[Iterable[Any]] | Callable[[int], Iterable
     if callable(parts):
         if num_shards is None or num_shards < 1:
             message = f"num_shards={num_shards!r} must be at least 1 for shards that come from a function."
-            raise DataError(message, code="num-shards")
+            raise DataError(message, code="num_shards")
         return num_shards
     if not isinstance(parts, Sequence) or isinstance(parts, str):
         message = (
             f"the shards are of type {type(parts).__name__}. Pass a list of iterables, or a function that returns the "
             "iterable of a shard, with num_shards."
         )
-        raise DataError(message, code="not-a-list-of-shards")
+        raise DataError(message, code="not_a_list_of_shards")
     if num_shards is not None:
         message = f"num_shards={num_shards!r} is for a function only; leave it out for a list of {len(parts)} shards."
-        raise DataError(message, code="num-shards")
+        raise DataError(message, code="num_shards")
     if not parts:
         message = "Shards([]) has 0 shards and needs at least 1. Check the list of files or parts."
-        raise DataError(message, code="no-shards")
+        raise DataError(message, code="no_shards")
     for number, part in enumerate(parts):
         check_readable(part, f"shard {number}")
     return len(parts)
@@ -368,7 +368,7 @@ class OpenStream:
             position = end
         # Without an error, a run of `steps` would restart the empty epoch forever.
         if position == Position(start.epoch):
-            raise DataError(_nothing_to_yield(start.epoch, len(samples), size), code="no-full-batch")
+            raise DataError(_nothing_to_yield(start.epoch, len(samples), size), code="no_full_batch")
         return position.sample_offset
 
 
@@ -421,7 +421,7 @@ def _check_ramp(sizes: int | BatchRamp, start: Position, num_samples: int) -> No
             f"the ramp ({sizes}) begins its last stage after {sizes.num_samples:,} samples, and the first epoch of the "
             f"stream has {num_samples:,}. Over a stream, a ramp has to reach its last stage in the first epoch."
         )
-        raise DataError(message, code="stage-never-begins")
+        raise DataError(message, code="stage_never_begins")
 
 
 def _chunk_key(epoch: int, num_lanes: int, keep_from: int, place: int) -> ChunkKey:
@@ -439,7 +439,7 @@ def _skip(stream: Iterator[StreamSample], start: Position) -> None:
             f"start.sample_offset={start.sample_offset} is larger than epoch {start.epoch} of the stream, which has "
             f"{num_skipped} samples. Resume with the stream that the position was saved with."
         )
-        raise DataError(message, code="start-beyond-epoch")
+        raise DataError(message, code="start_beyond_epoch")
 
 
 def _nothing_to_yield(epoch: int, num_samples: int, effective_batch_size: int) -> str:
@@ -460,16 +460,16 @@ def _check_request(request: BatchOptions, num_shards: int) -> None:
             "shuffle=True needs a data set with an index, and this one is a stream, which comes in its own order. "
             "Pass shuffle=False, and shuffle inside the data set (its set_epoch(epoch) is called if it has one)."
         )
-        raise DataError(message, code="shuffled-stream")
+        raise DataError(message, code="shuffled_stream")
     if request.num_workers > num_shards == 1:
         message = (
             f"num_workers={request.num_workers} would each read the whole stream and yield every sample "
             f"{request.num_workers} times. Use num_workers=1, or divide the stream with ab.Shards."
         )
-        raise DataError(message, code="too-many-workers")
+        raise DataError(message, code="too_many_workers")
     if request.num_workers > num_shards:
         message = (
             f"num_workers={request.num_workers} cannot share {num_shards} shards: a shard is read by one worker. "
             f"Use at most num_workers={num_shards}, or more shards."
         )
-        raise DataError(message, code="too-many-workers")
+        raise DataError(message, code="too_many_workers")

@@ -304,7 +304,7 @@ def advise(
     refuse_unless(isinstance(ranks, Sequence), "ranks", ranks, "a list of numbers of ranks")
     if ranks and link is None:
         message = f"ranks={list(ranks)} needs link=, what connects them: parse_link('25Gbit,20us'), say."
-        raise UserError(message, code="no-link")
+        raise UserError(message, code="no_link")
     if isinstance(source, Engine):
         advice, num_bytes = _of_engine(source, batches, steps)
     else:
@@ -331,7 +331,7 @@ def _of_engine(engine: Engine, batches: Iterable[Any], steps: int) -> tuple[Advi
             "noise=GradientNoise(every=2) (of anybatch.noise), with at least two micro-batches in an "
             "effective batch, and pass enough batches."
         )
-        raise UserError(message, code="unmeasured-noise")
+        raise UserError(message, code="unmeasured_noise")
     # Steps that measure noise take longer, so they are timed only if all steps do.
     chosen = [pair for pair in timed if pair[0].noise is None] or timed
     noise = measured[-1]
@@ -368,7 +368,7 @@ def _of_log(path: Path) -> tuple[Advice, int]:
             f"{log} holds no measurement of the gradient's noise. Train a recipe whose ab.Job has "
             "noise=GradientNoise() (of anybatch.noise), or with Engine(noise=...) and a JsonlLog."
         )
-        raise UserError(message, code="unmeasured-noise")
+        raise UserError(message, code="unmeasured_noise")
     times = read_steps(log)
     size = max(int(line["num_samples"]) for line in steps)
     of_samples = times.waiting + times.compute

@@ -271,7 +271,7 @@ def check(
         checked_int("micro_batch_sizes", size, error=BatchSizeError)
     if num_samples < FEWEST_SAMPLES:
         message = f"the batch has {num_samples} samples; a check needs at least {FEWEST_SAMPLES} to cut it unevenly."
-        raise BatchSizeError(message, code="too-few-samples", effective_batch_size=num_samples)
+        raise BatchSizeError(message, code="too_few_samples", effective_batch_size=num_samples)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a whole batch would not cause them; a few samples may
         return _check(*_gradient_runs(model, declared(loss), batch, seed=seed, norms=norms), micro_batch_sizes)

@@ -281,7 +281,7 @@ def compare(
     kind = device_type or ("cuda" if found_devices >= num_devices else "cpu")
     if kind == "cuda" and found_devices < num_devices:
         message = f"{num_devices} CUDA devices were asked for, and there are {found_devices}. Use fewer, or the CPU."
-        raise UserError(message, code="too-few-devices")
+        raise UserError(message, code="too_few_devices")
     job = ComparedJob(
         train=train,
         data=data,

@@ -214,14 +214,14 @@ def ways_of(*, effective_batch_size: int, micro_batch_size: int, num_devices: in
         message = f"{micro_batch_size=} must be from 1 to the {effective_batch_size} samples of the batch."
         raise BatchSizeError(
             message,
-            code="size-out-of-range",
+            code="size_out_of_range",
             effective_batch_size=effective_batch_size,
             micro_batch_size=micro_batch_size,
         )
     if num_devices > effective_batch_size:
         message = f"{effective_batch_size=} is less than one sample for each of {num_devices} devices."
         raise BatchSizeError(
-            message, code="too-few-samples", effective_batch_size=effective_batch_size, world_size=num_devices
+            message, code="too_few_samples", effective_batch_size=effective_batch_size, world_size=num_devices
         )
     with_anybatch = lines_changed(with_engine)
     ways = []

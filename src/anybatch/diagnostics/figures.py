@@ -141,7 +141,7 @@ def draw_advice(advice: Advice, path: Path) -> None:
     """Draw time and samples over the batch size, with the present size, the best one, and the noise scale."""
     if advice.interval[0] <= 0:
         message = "the noise scale is not known yet: measure more steps to draw it."
-        raise UserError(message, code="unknown-noise")
+        raise UserError(message, code="unknown_noise")
     figure = _figure(path, 7, 5)
     time, samples = figure.subplots(2, 1, sharex=True)
     now, best = float(advice.size), max(1.0, advice.best)

@@ -190,7 +190,7 @@ class MemoryRecording:
             message = (
                 "no memory report yet: call engine.step inside the record_memory block, and read the report after it."
             )
-            raise UserError(message, code="no-report-yet")
+            raise UserError(message, code="no_report_yet")
         return self._report
 
     def __enter__(self) -> Self:

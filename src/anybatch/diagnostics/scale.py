@@ -224,7 +224,7 @@ def measure_scaling(
     sizes = sorted(set(ranks))
     if not sizes or sizes[0] < 1:
         message = f"ranks={list(ranks)} must be numbers of at least 1, such as (1, 2)."
-        raise UserError(message, code="ranks-below-one")
+        raise UserError(message, code="ranks_below_one")
     cores = usable_cores() if num_cores is None else num_cores
     settings = RunSettings() if settings is None else settings
     request = ScaleRequest(

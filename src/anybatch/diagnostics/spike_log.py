@@ -58,7 +58,7 @@ def read_spikes(path: str | os.PathLike[str], rule: SpikeRule | None = None) -> 
             f"{log} holds {len(values)} steps, and level and scatter are known after {rule.least}: a log of a longer "
             "run is needed."
         )
-        raise UserError(message, code="too-few-steps")
+        raise UserError(message, code="too_few_steps")
     spikes = spikes_of(((step, *pair) for step, pair in values.items()), rule)
     return SpikeReport(
         num_steps=len(values),

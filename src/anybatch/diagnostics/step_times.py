@@ -203,7 +203,7 @@ def read_steps(path: str | os.PathLike[str]) -> LogReport:
     common = sorted(set.intersection(*map(set, ranks)) if ranks else ())[_FIRST_STEPS:]
     if not common:
         message = f"{first} has fewer than two complete steps; use the log of a longer run."
-        raise UserError(message, code="too-few-steps")
+        raise UserError(message, code="too_few_steps")
     per_rank = [[steps[number] for number in common] for steps in ranks]
     reduces = [[step.reduce for step in steps] for steps in zip(*per_rank, strict=True)]
     last = statistics.median(map(min, reduces))

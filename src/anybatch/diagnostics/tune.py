@@ -242,7 +242,7 @@ def tune(
     times = timer.seconds(sizes, most_seconds)
     if not times:
         message = f"micro-batches of {sizes[0]} samples do not fit into the memory of {world.device}. Try smaller ones."
-        raise BatchSizeError(message, code="does-not-fit", micro_batch_size=sizes[0])
+        raise BatchSizeError(message, code="does_not_fit", micro_batch_size=sizes[0])
     # Counting tensors slows a step down, so on a CPU memory is measured in a separate run.
     peaks = timer.peaks or {size: _peak_bytes(modules, engine, batch, size) for size in times}
     ratios = _relative_times(times, timer.estimated)
@@ -468,6 +468,6 @@ def _checked(sizes: Sequence[int], num_samples: int) -> list[int]:
         if not 1 <= size <= num_samples:
             message = f"micro_batch_size={size} must be from 1 to the {num_samples} samples of the batch."
             raise BatchSizeError(
-                message, code="size-out-of-range", effective_batch_size=num_samples, micro_batch_size=size
+                message, code="size_out_of_range", effective_batch_size=num_samples, micro_batch_size=size
             )
     return sorted(set(sizes))

@@ -127,7 +127,7 @@ class _Merging:
                 f"the effective batch has 1 value per channel at the BatchNorm layer with {layer}: a single value has "
                 "no variance. Use a larger effective batch."
             )
-            raise BatchSizeError(message, code="single-value")
+            raise BatchSizeError(message, code="single_value")
         if running_mean is not None:
             self._statistics.add_parts(running_mean, [part for part in parts if part.count])
         statistics, self._token = merge_statistics(parts, self._ranks, self._token)
@@ -347,7 +347,7 @@ class BatchNormRunner:
                 f"which has {call.values.shape[0]} rows for {self._unit.num_samples} samples. Move the samples to the "
                 "first axis (they may be flattened with other axes), or use norms='exact'."
             )
-            raise CompositionError(message, code="ghost-rows")
+            raise CompositionError(message, code="ghost_rows")
         sizes = [rows * size for size in group_sizes(self._unit.num_samples, group_size)]
         groups = call.values.split(sizes)
         with torch.no_grad():
@@ -398,7 +398,7 @@ def refuse_policy(
                 f"norms='freeze' needs running statistics, but layer {name!r} tracks none "
                 "(track_running_stats=False). Use norms='exact' or Ghost(group_size=...)."
             )
-            raise CompositionError(message, code="no-running-statistics")
+            raise CompositionError(message, code="no_running_statistics")
 
 
 def ranks_of(strategy: Strategy, world: World) -> Ranks:

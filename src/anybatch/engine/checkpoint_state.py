@@ -331,7 +331,7 @@ def _check_optimizer(target: Target, saved: Mapping[str, Any], saved_class: str 
             f"{', '.join(sorted(there - here))}), and this engine has {own_class} ({', '.join(sorted(here - there))}). "
             f"Build the same optimizer as for the checkpoint.{_WEIGHTS_ALONE}"
         )
-        raise CheckpointError(message, code="other-optimizer")
+        raise CheckpointError(message, code="other_optimizer")
     if saved_class is None:
         return []
     message = (

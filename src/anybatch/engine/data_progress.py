@@ -71,7 +71,7 @@ class DataProgress:
         )
         if position.sample_offset:
             self.iteration = None
-            raise DataError(message, code="other-data")
+            raise DataError(message, code="other_data")
         return "data_set_differs", message
 
 

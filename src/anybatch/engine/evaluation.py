@@ -69,7 +69,7 @@ def evaluate(
             "anybatch.metrics.OverWholeSet(function, compute), where function(model, batch) returns one row per "
             "sample, such as (scores, labels), and compute is lambda outputs: metric(*outputs)."
         )
-        raise UserError(message, code="metric-object")
+        raise UserError(message, code="metric_object")
     totals: dict[str, torch.Tensor] = {}
     num_samples = 0
     for batch in _on_all_ranks(batches, world):
@@ -149,7 +149,7 @@ def _refuse_other_rows(output: object, num_samples: int) -> None:
             f"the function of OverWholeSet returned tensors of shape {shapes} for {num_samples} samples. "
             "It must return one row per sample, along the first axis."
         )
-        raise LossError(message, code="no-rows")
+        raise LossError(message, code="no_rows")
 
 
 def _is_iterable(batches: object) -> bool:
@@ -318,4 +318,4 @@ def _total_and_count(name: str, value: object, count: float | None, *, is_sum: b
         f"metric {name!r} returned {type(value).__name__} without a count. Return one value per sample (a tensor), "
         "ab.LossSum(total, count) or a dict of these, or declare the function: ab.mean_over_samples(metric)."
     )
-    raise LossError(message, term=name, code="no-count")
+    raise LossError(message, term=name, code="no_count")

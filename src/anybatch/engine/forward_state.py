@@ -91,7 +91,7 @@ class BufferUpdates:
                 f"the value before the step, but {what} runs parts of each more than once, interleaved with others. "
                 "Omit buffers=, and update the buffers outside of the forward, once per step."
             )
-            raise CompositionError(message, code="forwards-run-twice")
+            raise CompositionError(message, code="forwards_run_twice")
         if self._pools and needs.splits_micro_batches:
             message = (
                 f"buffers={{{self._pools[0].name!r}: ...}} does not work with strategy {needs.name!r}, which splits "
@@ -180,7 +180,7 @@ class BufferUpdates:
         for pattern, update in chosen.items():
             if not callable(update) and update not in _NAMES:
                 message = f"buffers[{pattern!r}]={update!r} must be 'keep', 'first', 'mean' or a function."
-                raise UserError(message, code="unknown-update")
+                raise UserError(message, code="unknown_update")
             matched = [name for name in buffers if fnmatchcase(name, pattern)]
             if not matched:
                 known = ", ".join(list(buffers)[:8]) or "none"
@@ -188,13 +188,13 @@ class BufferUpdates:
                     f"buffers[{pattern!r}] matches no buffer (norms=... controls the statistics of normalisation "
                     f"layers). The model has: {known}."
                 )
-                raise UserError(message, code="no-such-buffer")
+                raise UserError(message, code="no_such_buffer")
             for name in matched:
                 owner, attribute = buffers[name]
                 if update == "mean" and not owner.get_buffer(attribute).is_floating_point():
                     dtype = owner.get_buffer(attribute).dtype
                     message = f"buffers[{pattern!r}]='mean', but {name!r} is {dtype}: use 'first' or a function."
-                    raise UserError(message, code="mean-of-integers")
+                    raise UserError(message, code="mean_of_integers")
                 pools[name] = _Pool(owner, attribute, update)
         self.names = frozenset(pools)
         return [pool for pool in pools.values() if pool.update != "keep"]

@@ -214,7 +214,7 @@ def _refuse_closures(optimizer: Optimizer) -> None:
             "engine.gradients(batch) in a loop that you write: it returns the exact gradient of a batch at the current "
             "parameters, without changing them."
         )
-        raise CompositionError(message, code="several-gradients")
+        raise CompositionError(message, code="several_gradients")
 
 
 def _check_members(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -70,7 +70,7 @@ def scheduler_of(scheduler: "Scheduler | SchedulerFunction | None", optimizer: O
             "Step it yourself, for example after engine.evaluate, and save it with the run: "
             "engine.save_also(scheduler=scheduler)."
         )
-        raise UserError(message, code="step-arguments")
+        raise UserError(message, code="step_arguments")
     return made
 
 

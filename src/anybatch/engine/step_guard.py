@@ -125,7 +125,7 @@ class StepGuard:
                 "engine calls backward() and clears gradients. For a gradient inside the loss, use "
                 "torch.autograd.grad."
             )
-            raise LossError(message, code="gradients-changed")
+            raise LossError(message, code="gradients_changed")
         return output
 
     def run_hooks(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -184,7 +184,7 @@ class StepGuard:
             f"the trainable parameters have changed since the engine was created. {'; '.join(changes)}. "
             "Close this engine and create a new one, with an optimizer over the parameters to train."
         )
-        raise ParameterError(message, code="other-parameters")
+        raise ParameterError(message, code="other_parameters")
 
     def _refuse_hooks(self, num_hooks: int) -> None:
         refuse_accumulation_hooks(dict(zip(self._names, self._parameters, strict=True)))
@@ -229,7 +229,7 @@ def refuse_accumulation_hooks(parameters: Mapping[str, torch.Tensor]) -> None:
                 "gradient, use parameter.register_hook, which the engine runs once per step, or "
                 "optimizer.register_step_pre_hook."
             )
-            raise ParameterError(message, code="accumulation-hook")
+            raise ParameterError(message, code="accumulation_hook")
 
 
 def _some(names: Sequence[str]) -> str:

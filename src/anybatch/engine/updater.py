@@ -121,7 +121,7 @@ def refuse_groups(clip: ClipPolicy | None, optimizer: Optimizer) -> None:
             f"clip has {len(clip.policies)} policies, one per parameter group, but the optimizer has "
             f"{len(optimizer.param_groups)} groups. Give one for each; None clips nothing."
         )
-        raise UserError(message, code="clip-groups")
+        raise UserError(message, code="clip_groups")
 
 
 def clip_gradients(

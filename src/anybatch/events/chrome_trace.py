@@ -41,7 +41,7 @@ def rank_logs(path: str | os.PathLike[str]) -> list[Path]:
     first = found / "events.jsonl" if found.is_dir() else found
     if not first.is_file():
         message = f"there is no log {str(first)!r}. Pass the folder of a run, or its events.jsonl."
-        raise UserError(message, code="no-log")
+        raise UserError(message, code="no_log")
     others = {
         int(number): log
         for log in first.parent.glob(f"{first.stem}-rank-*{first.suffix}")
@@ -59,7 +59,7 @@ def write_chrome_trace(
     ends = [source.step_ends() for source in sources]
     if not ends[0]:
         message = f"{sources[0].path} has no finished step from {first_step} on. Choose other steps, or another run."
-        raise UserError(message, code="no-steps")
+        raise UserError(message, code="no_steps")
     shifts = clock_shifts(ends)
     begin = min(source.first_seconds + shift for source, shift in zip(sources, shifts, strict=True))
     num_events = 0

@@ -195,7 +195,7 @@ def _line(record: Record, sequence: int, time_seconds: float) -> JsonLine:
 def _open(path: Path) -> BinaryIO:
     if path.is_dir():
         message = f"the log's path {path} is a directory. Name a file in it, such as {path / 'events.jsonl'}."
-        raise UserError(message, code="is-a-folder")
+        raise UserError(message, code="is_a_folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     # unbuffered: forked loader workers must not inherit buffered lines and write them again
     return path.open("a+b", buffering=0)
@@ -219,7 +219,7 @@ def _resume(file: BinaryIO, path: Path) -> int:
     # An empty file, and one killed within its first line, also count as logs.
     if not _LINE_START.startswith(head):
         message = f"{path} exists and is not a log of anybatch. Move it away, or choose another path."
-        raise UserError(message, code="not-a-log")
+        raise UserError(message, code="not_a_log")
     tail, start = b"", end
     # A log may have many gigabytes; the last full line is found by reading blocks from the end.
     while start and tail.count(b"\n") < 2:  # noqa: PLR2004 (one ends the last full line, one the line before it)
@@ -235,7 +235,7 @@ def _resume(file: BinaryIO, path: Path) -> int:
     last = decoded_object(full.rpartition(b"\n")[2])
     if last is None or not isinstance(last.get("sequence"), int):
         message = f"the last line of {path} is not a line of a log. Move the file away, or choose another path."
-        raise UserError(message, code="not-a-log")
+        raise UserError(message, code="not_a_log")
     return int(last["sequence"]) + 1
 
 

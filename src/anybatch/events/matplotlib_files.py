@@ -15,7 +15,7 @@ def import_drawing(module: str, paths: Iterable[Path]) -> Any:  # noqa: ANN401 (
     for path in paths:
         if path.suffix.lower() not in FORMATS:
             message = f"{path} ends in {path.suffix!r}; a picture ends in {', '.join(FORMATS)}."
-            raise UserError(message, code="picture-format")
+            raise UserError(message, code="picture_format")
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -23,4 +23,4 @@ def import_drawing(module: str, paths: Iterable[Path]) -> Any:  # noqa: ANN401 (
             f"drawing needs matplotlib, which is not installed (module {error.name!r}). "
             "Install it: pip install 'anybatch[plot]'"
         )
-        raise UserError(message, code="needs-matplotlib") from None
+        raise UserError(message, code="needs_matplotlib") from None

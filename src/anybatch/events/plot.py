@@ -174,7 +174,7 @@ def plot_losses(jsonl_path: str | os.PathLike[str], out_paths: Iterable[str | os
     curves = read_curves(jsonl_path)
     if not curves.steps:
         message = f"{os.fspath(jsonl_path)} has no steps yet, so there is nothing to draw. Is it the log of rank 0?"
-        raise UserError(message, code="no-steps")
+        raise UserError(message, code="no_steps")
     for path in paths:
         # Created late, so that a log without steps leaves no empty folders.
         path.parent.mkdir(parents=True, exist_ok=True)

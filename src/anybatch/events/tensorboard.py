@@ -205,6 +205,6 @@ def _summary_writer() -> Callable[..., Any]:
             f"TensorBoard output needs the package tensorboard, which is not installed ({error}). "
             "Install it: pip install 'anybatch[tensorboard]'"
         )
-        raise UserError(message, code="needs-tensorboard") from None
+        raise UserError(message, code="needs_tensorboard") from None
     writer: Callable[..., Any] = module.SummaryWriter
     return writer

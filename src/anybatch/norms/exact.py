@@ -255,7 +255,7 @@ class CooperativeThreads(Generic[C, V, R]):
             "same layers in the same order for each micro-batch: make the model's path independent of the samples, or "
             "use norms=Ghost(group_size=...)."
         )
-        raise CompositionError(message, code="different-layers")
+        raise CompositionError(message, code="different_layers")
 
     def _cancel(self, error: BaseException) -> None:
         # Wake every thread, which sees the error and ends: none may be left waiting.

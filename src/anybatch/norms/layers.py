@@ -65,14 +65,14 @@ def refuse_unfit_layers(modules: nn.Module, *, num_ranks: int, frozen: bool) -> 
                 f"layer {name!r} is a {type(module).__name__} that has not seen a batch, so it has no parameters yet. "
                 "Run the model on a batch once before the optimizer and the engine are built."
             )
-            raise ParameterError(message, code="lazy-layer")
+            raise ParameterError(message, code="lazy_layer")
         if isinstance(module, nn.SyncBatchNorm) and num_ranks > 1 and not frozen:
             message = (
                 f"layer {name!r} is a SyncBatchNorm, and there are {num_ranks} ranks: it waits for the others in each "
                 "forward, which hangs where ranks run different numbers of micro-batches. Use torch's BatchNorm "
                 "layers with norms='sync', or norms='exact'."
             )
-            raise CompositionError(message, code="synced-layer")
+            raise CompositionError(message, code="synced_layer")
 
 
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -103,7 +103,7 @@ def coupling_layers(model: nn.Module, batch: Batch, *, call: ModelCall | None = 
     num_samples = count_samples(batch)
     if num_samples < 2:  # noqa: PLR2004 (one to observe, and another to change)
         message = f"the batch holds {num_samples} sample(s); a test of whether one depends on another needs at least 2."
-        raise DataError(message, code="one-sample")
+        raise DataError(message, code="one_sample")
     found = _by_type(model)
     with _in_train_mode(model, batch):
         run = call or (lambda module, given: module(given))

@@ -92,7 +92,7 @@ class Ghost:
         """Check the size."""
         if self.group_size < 2:  # noqa: PLR2004 (one value has no variance)
             message = f"Ghost(group_size={self.group_size}) must be at least 2: one sample has no variance."
-            raise UserError(message, code="group-too-small")
+            raise UserError(message, code="group_too_small")
 
     def constraints(self, *, has_layers: bool, world_size: int) -> CutConstraints:
         """Return the policy's constraints on every cut: whole groups."""
@@ -135,7 +135,7 @@ class Exact:
             message = f"Exact(method={self.method!r}) must be 'layerwise' or 'checkpoint'."
             if self.method in _RENAMED_METHODS:
                 message += f" {self.method!r} has been renamed to {_RENAMED_METHODS[self.method]!r}."
-            raise UserError(message, code="unknown-method")
+            raise UserError(message, code="unknown_method")
 
     @property
     def feature(self) -> Feature:
@@ -185,8 +185,8 @@ def policy_of(norms: "Policy | PolicyName | None") -> Policy:
             f"{norms=} would make other parameters, which the optimizer would not hold. Replace the layers before it "
             f"is built: model = anybatch.norms.replaced(model, {norms!r}).model."
         )
-        raise UserError(message, code="replaces-layers")
+        raise UserError(message, code="replaces_layers")
     message = (
         f"{norms=} must be {', '.join(map(repr, known))}, or a policy of anybatch.norms, such as Ghost(group_size=32)."
     )
-    raise UserError(message, code="unknown-policy")
+    raise UserError(message, code="unknown_policy")

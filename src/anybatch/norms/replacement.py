@@ -85,7 +85,7 @@ def replaced(model: nn.Module, kind: Kind, *, num_groups: int | None = None) -> 
     }
     if kind not in makers:
         message = f"{kind=} must be one of {', '.join(map(repr, makers))}."
-        raise UserError(message, code="unknown-kind")
+        raise UserError(message, code="unknown_kind")
     refuse_unfit_layers(model, num_ranks=1, frozen=False)
     made = copy.deepcopy(model)
     replaced_by: dict[str, str] = {}
@@ -93,7 +93,7 @@ def replaced(model: nn.Module, kind: Kind, *, num_groups: int | None = None) -> 
     for name, old in batch_norms(made).items():
         if kind == "group_norm" and num_groups is not None and old.num_features % num_groups:
             message = f"{num_groups=} must divide the {old.num_features} channels of layer {name!r}; None chooses."
-            raise UserError(message, code="not-a-divisor")
+            raise UserError(message, code="not_a_divisor")
         new_of[old] = _with_parameters_of(makers[kind](old), old)
         replaced_by[name] = f"{type(old).__name__}({old.num_features}) -> {_described(new_of[old])}"
     # Duplicates too: a layer under two names has to be replaced under both.

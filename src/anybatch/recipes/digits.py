@@ -113,5 +113,5 @@ def scikit_learn_folder(recipe: str) -> Path:
             f"the recipe {recipe!r} reads images from scikit-learn, which is not installed (module 'sklearn'). "
             "Install it: pip install 'anybatch[recipes]'"
         )
-        raise DataError(message, code="needs-scikit-learn")
+        raise DataError(message, code="needs_scikit_learn")
     return Path(package.submodule_search_locations[0])

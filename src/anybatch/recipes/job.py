@@ -124,11 +124,11 @@ class Job:
             value = getattr(self, name)
             if not isinstance(value, kind) and not (name == "evaluate" and value is None):
                 message = f"Job({name}={value!r}) must be {name}=ab.{kind.__name__}(...), not {_kind(value)}."
-                raise UserError(message, code="wrong-type")
+                raise UserError(message, code="wrong_type")
         for name in ("effective_batch_size", "learning_rate"):
             if getattr(self.defaults, name) is None:
                 message = f"Job(defaults=...) has no {name}. Pass it: defaults=ab.RunConfig({name}=..., ...)."
-                raise UserError(message, code="missing-default")
+                raise UserError(message, code="missing_default")
 
     def train_batches(self, dataset: Any = None, **options: Any) -> Batches:  # noqa: ANN401 (what `batches` takes)
         """Return effective batches of the job's data, in its order and layout.
@@ -191,7 +191,7 @@ def _check_function(owner: str, name: str, value: object, arguments: str, error:
     if isinstance(value, nn.Module) or not callable(value):
         cure = f"{form} that makes it: {name}=lambda: ..." if arguments == "()" else form
         message = f"{owner}({name}=...) is {_kind(value)}, already made; pass {cure}."
-        raise error(message, code="already-made")
+        raise error(message, code="already_made")
     try:
         # Binding checks the number of arguments without calling the function, which might build a model.
         signature = inspect.signature(value)
@@ -205,7 +205,7 @@ def _check_function(owner: str, name: str, value: object, arguments: str, error:
             f"{owner}({name}=...) must be {form}, but {getattr(value, '__name__', _kind(value))}{signature} cannot be "
             f"called so: {mismatch}."
         )
-        raise error(message, code="wrong-arguments") from None
+        raise error(message, code="wrong_arguments") from None
 
 
 def _check_loss(loss: object) -> None:
@@ -218,13 +218,13 @@ def _check_loss(loss: object) -> None:
             f"Job(loss=...) is {_kind(own)} with parameters, which all commands would share. Put it into the "
             'model, as in model=lambda: {"net": Net(), "loss": Loss()}, and pass a function of (model, batch).'
         )
-        raise LossError(message, code="loss-has-parameters")
+        raise LossError(message, code="loss_has_parameters")
     if not callable(function):
         message = (
             f"Job(loss={function!r}) must be a declared loss, such as ab.mean_over_samples(fn), or a function of "
             f"(model, batch), not {_kind(function)}."
         )
-        raise LossError(message, code="not-a-loss")
+        raise LossError(message, code="not_a_loss")
 
 
 def _kind(value: object) -> str:

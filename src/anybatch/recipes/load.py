@@ -90,7 +90,7 @@ def load_recipe(name: str) -> Job:
             f"{where} needs the arguments {', '.join(needed)}, but a recipe is called without arguments. Give them "
             f"defaults, or choose a function that passes them: def job(): return {function.__name__}(...)"
         )
-        raise UserError(message, code="needs-arguments")
+        raise UserError(message, code="needs_arguments")
     with _users_traceback(f"calling {where} failed"):
         job = function()
     if not isinstance(job, Job):
@@ -98,7 +98,7 @@ def load_recipe(name: str) -> Job:
             f"{where} returned {type(job).__name__}; a recipe returns an ab.Job. The smallest recipe is:\n\n"
             f"{SMALLEST_RECIPE}"
         )
-        raise UserError(message, code="not-a-job")
+        raise UserError(message, code="not_a_job")
     return job
 
 
@@ -128,7 +128,7 @@ def load_function(name: str, noun: str, does: str) -> Callable[..., Any]:
     if len(functions) == 1:
         return next(iter(functions.values()))
     message = f"which function of {place} is the {noun}? Choose one: {place}:function. {_listed(functions)}"
-    raise UserError(message, code="which-function")
+    raise UserError(message, code="which_function")
 
 
 def method_of(owner: type, name: str) -> Callable[..., Any]:
@@ -180,7 +180,7 @@ def _import_file(path: Path, sought: _FunctionKind) -> ModuleType:
     """Import a file under its own name, so that worker processes can find its definitions."""
     if not path.is_file():
         message = f"there is no file {str(path)!r} (looked in {Path.cwd()}). {sought.known}."
-        raise UserError(message, code="no-file")
+        raise UserError(message, code="no_file")
     path, name = path.resolve(), path.stem
     _find_first(path.parent)
     loaded = sys.modules.get(name)
@@ -192,11 +192,11 @@ def _import_file(path: Path, sought: _FunctionKind) -> ModuleType:
             f"{path.name} cannot be imported as {name!r}: a module of that name is already loaded, from "
             f"{getattr(loaded, '__file__', None) or 'Python itself'}. Rename the file."
         )
-        raise UserError(message, code="name-is-taken")
+        raise UserError(message, code="name_is_taken")
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         message = f"{str(path)!r} is not a Python source file: its name must end in .py. {sought.known}."
-        raise UserError(message, code="not-python")
+        raise UserError(message, code="not_python")
     module = importlib.util.module_from_spec(spec)
     # Registered before execution, as Python does: dataclasses and pickling look the module up.
     sys.modules[name] = module
@@ -215,7 +215,7 @@ def _import_module(name: str, sought: _FunctionKind) -> ModuleType:
     with _users_traceback(f"importing {name} failed"):
         if not all(part.isidentifier() for part in name.split(".")) or _is_missing(name):
             message = f"there is no {sought.noun} and no module {name!r}. {sought.known}."
-            raise UserError(message, code="unknown-recipe")
+            raise UserError(message, code="unknown_recipe")
         return importlib.import_module(name)
 
 
@@ -254,7 +254,7 @@ def _refuse_undefined(path: Path, name: str, sought: _FunctionKind) -> None:
             functions = [each for each, node in named.items() if isinstance(node, ast.FunctionDef) and each[:1] != "_"]
             has = f"It has: {', '.join(sorted(functions))}." if functions else "It defines no functions."
             message = f"{path} has no {sought.noun} {name!r}, and was not run. {has}"
-            raise UserError(message, code="no-function")
+            raise UserError(message, code="no_function")
         if not isinstance(node := named.get(part), ast.ClassDef) or node.bases:
             return  # inherited methods are not visible here
         tree = ast.Module(node.body, [])
@@ -269,13 +269,13 @@ def _named(module: ModuleType, name: str, place: str, sought: _FunctionKind) -> 
     function = getattr(module, name, None)
     if function is None:
         message = f"{place} has no function {name!r}. {_listed(_functions(module))}"
-        raise UserError(message, code="no-function")
+        raise UserError(message, code="no_function")
     if not callable(function):
         message = (
             f"{name} of {place} is an object of type {type(function).__name__}; a {sought.noun} is a function that "
             f"{sought.does}. {_listed(_functions(module))}"
         )
-        raise UserError(message, code="not-a-function")
+        raise UserError(message, code="not_a_function")
     return cast("Callable[..., Any]", function)
 
 
@@ -290,7 +290,7 @@ def _only_one(module: ModuleType, place: str) -> Callable[..., Any]:
         return next(iter(found.values()))
     what = "several functions may be" if found else "no function is called 'job' or 'recipe', or annotated '-> Job', as"
     message = f"in {place} {what} the recipe. Choose one: {place}:function. {_listed(found or functions)}"
-    raise UserError(message, code="which-function")
+    raise UserError(message, code="which_function")
 
 
 def _functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
@@ -333,7 +333,7 @@ def _users_traceback(what: str) -> Iterator[None]:
         lines = traceback.format_exception(type(error), error, _user_frames(error.__traceback__))
         # `from None`: the message has the relevant part of the traceback.
         message = f"{what}:\n\n{''.join(lines).rstrip()}"
-        raise UserError(message, code="user-code") from None
+        raise UserError(message, code="user_code") from None
 
 
 def _user_frames(trace: TracebackType | None) -> TracebackType | None:

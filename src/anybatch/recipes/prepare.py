@@ -178,7 +178,7 @@ def _rest(settings: RunConfig, dataset: Any, job: Job, engine: Engine) -> Batche
             f"steps={settings.steps} counts from the start of the run, which has already made {engine.num_steps} "
             "steps. Increase it, or start a new run."
         )
-        raise UserError(message, code="steps-already-made")
+        raise UserError(message, code="steps_already_made")
     if left == 0:
         return None
     return job.train_batches(

@@ -116,7 +116,7 @@ class RunFolder:
             else "Choose another folder."
         )
         message = f"{self.path} is {kind}. {cure}"
-        raise UserError(message, code="folder-in-use")
+        raise UserError(message, code="folder_in_use")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -137,7 +137,7 @@ class RunFolder:
                     f"process {holder} is training in {self.path}. Wait until it ends, or stop it, before you "
                     "resume this run; for a new run choose another folder."
                 )
-                raise UserError(message, code="folder-in-use")
+                raise UserError(message, code="folder_in_use")
             yield
 
     def read(self) -> RunHeader:
@@ -149,7 +149,7 @@ class RunFolder:
                 f"there is no run to resume in {self.path}: {self.header.name} is missing. "
                 "Pass the folder of a run, or start a new one without --resume."
             )
-            raise MissingCheckpointError(message, path=self.header, code="no-run") from None
+            raise MissingCheckpointError(message, path=self.header, code="no_run") from None
         except PermissionError as error:
             raise _no_access(self.header, error) from error
         try:
@@ -166,7 +166,7 @@ class RunFolder:
                 f"{self.header} was not written by this version of anybatch ({error!r}). "
                 "Start a new run, or use the version that started this one."
             )
-            raise CheckpointError(message, path=self.header, code="not-a-header") from error
+            raise CheckpointError(message, path=self.header, code="not_a_header") from error
 
     def write(self, header: RunHeader) -> None:
         """Write the header atomically."""

@@ -37,13 +37,13 @@ def resolve_settings(job: Job, given: RunConfig, former: RunConfig | None, *, wo
             f"seed={given.seed} differs from seed {former.seed} of the resumed run: another seed changes the order of "
             "the samples, and would repeat some of this epoch. Leave it out, or start a new run."
         )
-        raise UserError(message, code="other-seed")
+        raise UserError(message, code="other_seed")
     if given.micro_batch_tokens is not None and job.lengths is None:
         message = (
             f"micro_batch_tokens={given.micro_batch_tokens} splits batches by length, but the job has no lengths. "
             "Add lengths and a collate function: ab.Job(lengths='input_ids', collate=anybatch.data.Padded(), ...)."
         )
-        raise UserError(message, code="needs-lengths")
+        raise UserError(message, code="needs_lengths")
     settings = given.over(complete(job) if former is None else former.over(STANDARD))
     micro_batch_size = settings.micro_batch_size if isinstance(settings.micro_batch_size, int) else None
     asked = settings.effective_batch_size
@@ -236,7 +236,7 @@ def scheduler_function(job: Job, num_steps: int | None) -> SchedulerFunction | N
             "the job's scheduler needs the number of steps, but the data set has no length. "
             "Set the number of steps (--steps, or steps= in defaults=ab.RunConfig(...)), or leave the scheduler out."
         )
-        raise DataError(message, code="needs-length")
+        raise DataError(message, code="needs_length")
     return lambda optimizer: make(optimizer, num_steps)
 
 

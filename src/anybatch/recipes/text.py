@@ -46,7 +46,7 @@ class Passages(Dataset[dict[str, Tensor]]):
         self.tokens: list[Int[Tensor, " token"]] = [torch.tensor(part, dtype=torch.int32) for part in parts if part[1:]]
         if not self.tokens:
             message = f"{len(files)} files contain no passage of at least 2 tokens. Add more text."
-            raise DataError(message, code="too-little-text")
+            raise DataError(message, code="too_little_text")
 
     def __len__(self) -> int:
         """Return the number of passages."""
@@ -115,7 +115,7 @@ def text(
     # Rotary positions rotate pairs of numbers, so each head needs an even width.
     if width % (2 * num_heads):
         message = f"{width=} must be a multiple of 2 x {num_heads=}, because each head needs an even width."
-        raise UserError(message, code="odd-head-width")
+        raise UserError(message, code="odd_head_width")
     files = list_files(folder, pattern, max_bytes)
     num_held_out = max(1, len(files) // 40)
     read = partial(Windows if layout is None else NextBytes, context=context)
@@ -294,7 +294,7 @@ class Windows(torch.utils.data.Dataset[dict[str, Tensor]]):
                 f"{len(files)} files hold {len(content)} bytes in total, but one window needs {context + 1}. "
                 "Add more text, or use a smaller context."
             )
-            raise DataError(message, code="too-little-text")
+            raise DataError(message, code="too_little_text")
 
     def __len__(self) -> int:
         """Return the number of windows."""
@@ -332,5 +332,5 @@ def list_files(folder: str | Path | None, pattern: str | None, max_bytes: int | 
             f"{str(root)!r} is {'a folder' if root.is_dir() else 'no folder'}, and holds {len(files)} files that match "
             f"{pattern!r} within {max_bytes=}. At least 2 are needed: one for training, one for evaluation."
         )
-        raise DataError(message, code="too-few-files")
+        raise DataError(message, code="too_few_files")
     return files

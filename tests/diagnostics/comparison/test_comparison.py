@@ -51,7 +51,7 @@ def test_what_cannot_be_run_says_why() -> None:
 
 @pytest.mark.parametrize(
     ("effective", "micro", "devices", "code"),
-    [(4, 5, 1, "size-out-of-range"), (4, 0, 1, "size-out-of-range"), (2, 1, 3, "too-few-samples")],
+    [(4, 5, 1, "size_out_of_range"), (4, 0, 1, "size_out_of_range"), (2, 1, 3, "too_few_samples")],
 )
 def test_sizes_that_do_not_fit_are_refused(effective: int, micro: int, devices: int, code: str) -> None:
     """Raise for a micro-batch above the batch, for none, and for fewer samples than devices."""
@@ -211,7 +211,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_gpus_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     """If there are fewer GPUs than requested, the error has both numbers."""
     job = MeasuredJob(recipe=SPEC, config=RunConfig(effective_batch_size=64))
-    with raises(UserError, "too-few-devices"):
+    with raises(UserError, "too_few_devices"):
         compare(
             job.train_spec, partial(first_batches, job), effective_batch_size=64, num_devices=64, device_type="cuda"
         )

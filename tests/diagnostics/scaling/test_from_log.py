@@ -97,5 +97,5 @@ def test_loading_and_health(tmp_path: Path) -> None:
 def test_a_log_without_steps(tmp_path: Path) -> None:
     """A log with fewer than two complete steps raises."""
     (tmp_path / "events.jsonl").touch()
-    with raises(UserError, "too-few-steps"):
+    with raises(UserError, "too_few_steps"):
         read_steps(tmp_path)

@@ -180,7 +180,7 @@ def test_numbers_that_cannot_be() -> None:
     """Raise for fewer than 1 rank and fewer than 0 workers."""
     with pytest.raises(UserError):
         RunSettings(num_workers=-1)
-    with raises(UserError, "ranks-below-one"):
+    with raises(UserError, "ranks_below_one"):
         measure_scaling(train, data, ranks=[0])
 
 

@@ -75,7 +75,7 @@ def run_in_sandbox(
             f"{error}\n\nThe loop runs in a copy of the folder without large files: {', '.join(left_out[:5])}. "
             "Use absolute paths to read them."
         )
-        raise LoopError(message, code="large-files-left-out", cause=error.cause)
+        raise LoopError(message, code="large_files_left_out", cause=error.cause)
     if error is not None:
         raise error
     return value, written, left_out

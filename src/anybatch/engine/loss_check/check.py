@@ -352,4 +352,4 @@ class UncountedSums:
             "is not the count (max(count, 1)?), so its share in the loss of the effective batch is unknown. Return "
             "ab.LossSum(total, count), with the sum before any division."
         )
-        raise LossError(message, term=name, unit=self._loss.kind.terms[name].items.name, code="mean-over-nothing")
+        raise LossError(message, term=name, unit=self._loss.kind.terms[name].items.name, code="mean_over_nothing")

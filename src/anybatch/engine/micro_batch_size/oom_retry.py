@@ -375,7 +375,7 @@ class InputVersions:
                     "because the loss function changed its batch in place (batch['x'].div_(255)?). Work on a copy "
                     "(batch['x'] / 255), and resume from the last checkpoint."
                 )
-                raise CannotRedoError(message, rank=world.process, step=step, code="batch-changed-in-place")
+                raise CannotRedoError(message, rank=world.process, step=step, code="batch_changed_in_place")
 
         world.run_on_all_ranks(refuse)
 

@@ -48,7 +48,7 @@ class RunSizes:
                 f"micro_batch_size=token_budget({self._budget.tokens}) excludes {accumulation_steps=}: the lengths "
                 "determine the number of micro-batches. Leave one of them out."
             )
-            raise BatchSizeError(message, code="budget-and-steps")
+            raise BatchSizeError(message, code="budget_and_steps")
         self.sizes = resolve_sizes(
             world_size=world.size,
             effective_batch_size=effective_batch_size,
