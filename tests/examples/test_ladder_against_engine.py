@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import anybatch as ab
+from anybatch.parallel.replicas import align_replicas
 from tests.engine.cases import InMemory
 from tests.examples.ladder import (
     EXACT,
@@ -14,6 +16,7 @@ from tests.examples.ladder import (
     adder,
     classify,
     distance,
+    parameters_of,
     predict,
     program,
     rows_of_numbers,
@@ -43,6 +46,34 @@ def test_spirals(number: int, arguments: tuple[int, ...]) -> None:
     assert distance(by_engine, by_hand) <= EXACT
 
 
+@pytest.mark.slow
+def test_trained_parameters() -> None:
+    """Fifty accumulated optimizer steps by hand and by the engine give the same parameters."""
+    ladder = program(2)
+    by_hand = ladder.train(ladder.make_model(), 50, 16)
+    model = ladder.make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
+
+    with ab.Engine(model, optimizer, ab.mean_over_samples(classify), micro_batch_size=16) as engine:
+        for step in range(50):
+            points, labels = ladder.spirals(96, seed=step)
+            engine.step({"points": points, "labels": labels})
+
+    assert distance(parameters_of(model), by_hand) <= 1e-10
+
+
+def test_token_mean() -> None:
+    """The sum over the count of all targets is the engine's gradient; the mean of means is not."""
+    ladder = program(4)
+    tokens, labels = ladder.text(32, seed=0)
+    loss = ab.mean_over_tokens(predict, shift=False)
+
+    by_engine = engine_gradient(ladder.make_model(), loss, {"tokens": tokens, "labels": labels}, micro_batch_size=8)
+
+    assert distance(ladder.gradient(ladder.make_model(), tokens, labels, 8, exact=True), by_engine) <= EXACT
+    assert distance(ladder.gradient(ladder.make_model(), tokens, labels, 8, exact=False), by_engine) > 1e-2
+
+
 def all_reduced() -> tuple[float, float]:
     """Run on every rank: return the errors of program 5's right and wrong way, relative to the engine."""
     ladder = program(5)
@@ -69,6 +100,67 @@ def test_all_reduce(three_ranks: Ranks) -> None:
     for right, wrong in three_ranks.run(all_reduced):
         assert right <= EXACT
         assert wrong > 1e-3
+
+
+def aligned() -> tuple[list[str], list[str], bool]:
+    """Run on every rank: return digests before and after program 6 aligns, and whether the engine does the same."""
+    ladder = program(6)
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(8, 1).double()
+    torch.manual_seed(dist.get_rank())
+    twin = nn.Linear(8, 1).double()
+    before = ladder.digests(model)
+    ladder.align(model)
+    differed = align_replicas(twin, ab.World.from_environment(), "broadcast")
+    same = all(torch.equal(one, other) for one, other in zip(model.parameters(), twin.parameters(), strict=True))
+    return before, ladder.digests(model), same and differed == ("weight", "bias")
+
+
+def test_parameter_check(three_ranks: Ranks) -> None:
+    """Different replicas have different digests and are equal after alignment, as in the engine."""
+    for before, after, same in three_ranks.run(aligned):
+        assert len(set(before)) == 3
+        assert len(set(after)) == 1
+        assert same
+
+
+def dealt() -> tuple[float, float]:
+    """Run on every rank: return the errors of program 7's two deals on the last batch of 5, relative to the engine."""
+    ladder = program(7)
+    numbers = rows_of_numbers(101)
+    loss = ab.mean_over_samples(add_up)
+    by_engine = engine_gradient(adder(), loss, InMemory({"numbers": numbers[96:]}), micro_batch_size=2)
+    errors = []
+    for deal in (ladder.exact, ladder.padded):
+        ddp = nn.parallel.DistributedDataParallel(adder())
+        errors.append(distance(ladder.gradient(ddp, numbers[deal(101, 32)[-1]]), by_engine))
+    return errors[0], errors[1]
+
+
+def test_ddp_with_sampler(two_ranks: Ranks) -> None:
+    """Using every sample once gives the engine's gradient; the sampler's padding does not."""
+    for exact, padded in two_ranks.run(dealt):
+        assert exact <= EXACT
+        assert padded > 1e-3
+
+
+def silently_synchronised() -> list[float]:
+    """Run on every rank: return program 8's errors relative to the engine, for different scopes of no_sync."""
+    ladder = program(8)
+    numbers = rows_of_numbers(33)
+    loss = ab.mean_over_samples(add_up)
+    by_engine = engine_gradient(adder(), loss, InMemory({"numbers": numbers}), micro_batch_size=5)
+    errors = []
+    for around in ("nothing", "backward", "forward and backward"):
+        ddp = nn.parallel.DistributedDataParallel(adder())
+        errors.append(distance(ladder.gradient(ddp, numbers, 5, around), by_engine))
+    return errors
+
+
+def test_no_sync(two_ranks: Ranks) -> None:
+    """A wrong scope of no_sync only costs time: the gradient is the engine's."""
+    for errors in two_ranks.run(silently_synchronised):
+        assert max(errors) <= EXACT
 
 
 def everything() -> float:

@@ -5,6 +5,7 @@ After some training steps they have the parameters of the plain loop.
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from tests.engine.cases import Batch
+import anybatch as ab
+from tests.engine.cases import Batch, InMemory
 from tests.examples.ladder import (
     EXACT,
     add_up,
@@ -68,6 +70,16 @@ def test_equal_micro_batches_are_exact(num_micro_batches: int, size: int, seed: 
     assert distance(ladder.gradient(model, points, labels, size), whole) <= EXACT
 
 
+def test_kept_bytes_grow_with_the_micro_batch() -> None:
+    """A forward saves the weights plus the same number of bytes per sample."""
+    ladder = program(2)
+    kept = [ladder.kept_bytes(ladder.make_model(), *ladder.spirals(size, seed=0)) for size in (16, 32, 48)]
+
+    steps = [later - earlier for earlier, later in pairwise(kept)]
+    assert steps[0] == steps[1]
+    assert steps[0] >= 16 * 32 * 8  # 32 hidden values of 8 bytes for each of 16 more samples
+
+
 @pytest.mark.slow
 @given(num_samples=st.integers(1, 40), size=st.integers(1, 16), seed=st.integers(0, 99))
 def test_ragged_tail(num_samples: int, size: int, seed: int) -> None:
@@ -98,6 +110,31 @@ def test_token_mean(masked: list[float], size: int, seed: int) -> None:
     whole = gradient_of(model, predict(model, {"tokens": tokens, "labels": labels}))
 
     assert distance(ladder.gradient(model, tokens, labels, size, exact=True), whole) <= EXACT
+
+
+def test_micro_batch_without_targets() -> None:
+    """A micro-batch without targets adds nothing to a sum, but counts fully in a mean of means."""
+    ladder = program(4)
+    tokens, labels = ladder.text(8, seed=0)
+    labels[:4] = -100
+    model = ladder.make_model()
+    whole = gradient_of(model, predict(model, {"tokens": tokens, "labels": labels}))
+
+    assert distance(ladder.gradient(model, tokens, labels, 4, exact=True), whole) <= EXACT
+    assert distance(ladder.gradient(model, tokens, labels, 4, exact=False), whole / 2) <= EXACT
+
+
+@pytest.mark.parametrize("number", [4, 9])
+def test_text_ends_with_its_padding(number: int) -> None:
+    """Labels are the next tokens up to a sentence's length, then masked; lengths differ."""
+    tokens, labels = program(number).text(50, seed=0)
+    lengths = (labels != -100).sum(dim=1)
+
+    for sentence, targets, length in zip(tokens, labels, lengths.tolist(), strict=True):
+        assert torch.equal(targets[: length - 1], sentence[1:length])
+        assert bool((targets[length:] == -100).all())
+    assert len(set(lengths.tolist())) > 10
+    assert lengths.min() >= 1
 
 
 def spirals(number: int, num_samples: int, step: int) -> Batch:
@@ -187,6 +224,21 @@ def test_replicas_keep_their_difference(three_ranks: Ranks) -> None:
         assert torch.equal(parameters, results[0][2])
         assert digests == results[0][0]
     assert distance(results[0][2], torch.tensor([1.0] * 8 + [0.0])) <= 1e-6
+
+
+def nudged() -> tuple[bool, bool]:
+    """Run on every rank: return whether digests of twins agree, and whether they differ after a tiny change."""
+    ladder = program(6)
+    model, twin = adder(), adder()
+    same = ladder.digests(model) == ladder.digests(twin)
+    with torch.no_grad():
+        twin.get_parameter("weight")[0, 3] = math.nextafter(float(twin.get_parameter("weight")[0, 3]), math.inf)
+    return same, all(one != other for one, other in zip(ladder.digests(model), ladder.digests(twin), strict=True))
+
+
+def test_a_digest_sees_one_bit(two_ranks: Ranks) -> None:
+    """A change of one parameter's last bit changes the digest; equal models have equal digests."""
+    assert two_ranks.run(nudged) == [(True, True)] * 2
 
 
 def dealt(num_samples: int, batch_size: int) -> dict[str, Any]:
@@ -302,3 +354,36 @@ def test_training_adders(ranks: Ranks) -> None:
     for found in ranks.run(trained_adders):
         for parameters in found.values():
             assert distance(parameters, found["plain"]) <= 1e-10
+
+
+def trained_together(way: str) -> Tensor:
+    """Run on every rank: return the parameters after clipped, scheduled steps of program 9, torch or the engine."""
+    ladder = program(9)
+    model = program(4).make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    if way == "engine":
+        declared = ab.mean_over_tokens(predict, shift=False)
+        with ab.Engine(model, optimizer, declared, micro_batch_size=4, clip=0.1, scheduler=scheduler) as engine:
+            for step in range(NUM_STEPS):
+                engine.step(InMemory(text(9, 33, step)))
+        return parameters_of(model)
+    for step in range(NUM_STEPS):
+        batch = text(9, 33, step)
+        if way == "program 9":
+            ladder.gradient(model, batch["tokens"], batch["labels"], 4)
+        else:
+            model.zero_grad()
+            predict(model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        scheduler.step()
+    return parameters_of(model)
+
+
+def test_training_together(ranks: Ranks) -> None:
+    """Program 9, the plain loop and the engine give the same parameters with clipping and a scheduler."""
+    plain = ranks.run(trained_together, "plain")[0]
+    for way in ("program 9", "engine"):
+        for parameters in ranks.run(trained_together, way):
+            assert distance(parameters, plain) <= 1e-10
