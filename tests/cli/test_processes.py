@@ -1,6 +1,7 @@
 """Real processes are killed: the files on disk are enough to resume, and each message is printed once."""
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from tests.cli.small import (
     SPEC,
     STEPS_PER_EPOCH,
     crowded_job,
+    lines,
     logged,
     parameters,
     run,
@@ -175,3 +177,48 @@ def run_roomy(folder: Path) -> None:
     """Train the crowded job with enough memory for its largest micro-batches."""
     world = World.from_environment(device="cpu")
     session.train(crowded_job(most=4), folder, RunConfig(micro_batch_size=4), world=world)
+
+
+@pytest.mark.slow
+def test_killed_rank_alone(tmp_path: Path, through: dict[int, Path]) -> None:
+    """A process killed in the middle of a step can be resumed from the last epoch, with bitwise the same result."""
+    ended = train(tmp_path / "run", fault=f"kill:{IN_STEP_10[1]}:0")
+    assert ended.status == -signal.SIGKILL, ended.said
+    assert lines(tmp_path / "run")[-1]["kind"] != "end"
+
+    resume(tmp_path / "run")
+    assert [line["first_step"] for line in logged(tmp_path / "run", "start")] == [0, STEPS_PER_EPOCH]
+    assert same_bits(parameters(tmp_path / "run"), parameters(through[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_exit_in_the_loss(tmp_path: Path, ranks: int) -> None:
+    """A loss that calls sys.exit on one rank fails the run with an error that is printed once."""
+    ended = train(tmp_path / "run", ranks=ranks, fault=f"exit:{IN_STEP_10[ranks]}:{ranks - 1}")
+
+    assert ended.status == Status.UNEXPECTED, ended.said
+    assert ended.said.count("SystemExit: 9") == 1
+
+
+@pytest.mark.slow
+def test_killed_launcher(tmp_path: Path) -> None:
+    """Ranks whose launcher is killed save after the step and end."""
+    ended = train(tmp_path / "run", ranks=2, fault=f"kill_launcher:{IN_STEP_10[2]}:0")
+
+    assert ended.status == -signal.SIGKILL, ended.said
+    (end,) = logged(tmp_path / "run", "end")
+    assert (end["status"], end["num_steps"]) == ("stopped", 11)
+    assert logged(tmp_path / "run", "checkpoint")[-1]["step"] == 11
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path: Path) -> None:
+    """Under torchrun, anybatch does not start ranks itself, and only rank 1 shows an error of rank 1."""
+    ended = train(tmp_path / "run", ranks=2, torchrun=(), fault=f"raise:{IN_STEP_10[2]}:1")
+
+    assert ended.status != 0
+    assert ended.said.count("FaultError: mine") == 1
+    assert ended.said.count("the recipe's own code failed") == 1
+    (start,) = logged(tmp_path / "run", "start")
+    assert start["world_size"] == 2

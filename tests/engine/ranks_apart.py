@@ -303,3 +303,20 @@ def slow(strategy: str) -> tuple[Told, int]:
         run.attempt(partial(run.engine.evaluate, [batch_at(2)]))
     run.step(batch_at(2))
     return run.end(), num_looks
+
+
+def saves_alone_in_shares(strategy: str, folder: str) -> Told:
+    """Run on every rank: all but the last save after a loader's first share, in a world of the loader's own."""
+    run = Run(strategy)
+    own = [samples(run.world.rank), samples(2 + run.world.rank)]
+    shares = ab.shares(own)
+
+    def loop() -> None:
+        for share in shares:
+            run.attempt(partial(run.engine.step, share))
+            if not run.is_last:
+                run.attempt(partial(run.engine.save, Path(folder)))
+                return
+
+    run.attempt(loop)
+    return run.end()

@@ -244,3 +244,30 @@ def test_parameters_that_only_masked_micro_batches_reach(num_masked: int, chosen
     found = warnings_about_masks("single", num_masked, chosen)
     assert len(found) == warns
     assert not warns or "use layers.1.weight, layers.1.bias." in found[0]
+
+
+class Waves(nn.Module):
+    """A model with complex and real weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.phase = nn.Parameter(torch.randn(5, dtype=torch.complex128))
+        self.real = nn.Linear(5, 1).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return one number per sample."""
+        squares: torch.Tensor = self.real(x).squeeze(1).square()
+        return squares + (x * self.phase).sum(1).abs().square()
+
+
+def test_complex_parameters_with_a_late_count() -> None:
+    """Gradients of complex and real parameters are divided correctly by a count known only after the forward."""
+    model, plain = Waves(), Waves()
+    with ab.Engine(model, sgd, lambda net, batch: net(batch["x"]), micro_batch_size=2, check_loss=False) as engine:
+        engine.step(InMemory(vectors(7)))
+    optimizer = sgd(plain.parameters())
+    plain(vectors(7)["x"]).mean().backward()
+    optimizer.step()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert float((one - other).detach().abs().max()) <= TOLERANCE

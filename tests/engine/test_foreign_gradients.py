@@ -501,3 +501,16 @@ def test_a_loss_may_run_through_the_model_of_another_engine(
     for error, codes in found:
         assert error <= TOLERANCE
         assert codes == []
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
+def test_hooks_on_parameters_run_once_on_the_sum_of_ranks(strategy: str, two_ranks: Ranks) -> None:
+    """On two ranks, such a hook applies once, to the sum over both."""
+    for error, codes in two_ranks.run(steps_with_clamp, strategy):
+        assert error <= TOLERANCE
+        assert not codes
+
+
+def steps_with_clamp(strategy: str) -> tuple[float, list[str]]:
+    """Run on every rank: `engine_steps` of a model whose gradients are clamped."""
+    return engine_steps(lambda *_: None, strategy, prepare=clamped)

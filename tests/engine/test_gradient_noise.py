@@ -228,3 +228,41 @@ def test_refused() -> None:
         GradientNoise(decay=1.0)
     with pytest.raises(UserError):
         GradientNoise(by="block")  # type: ignore[arg-type]
+
+
+class Forked(nn.Module):
+    """A layer for all micro-batches, and one for some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(21)
+        self.often, self.rare = nn.Linear(5, 4).double(), nn.Linear(5, 4).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.often(x)
+        return found + self.rare(x) if x[0, 0] > 0 else found
+
+
+def test_parameters_that_a_micro_batch_leaves_out() -> None:
+    """A layer that a micro-batch skips has norm 0 there."""
+    batch, model = vectors(NUM_SAMPLES), Forked()
+    starts = range(0, NUM_SAMPLES, SIZE)
+    shares = [min(SIZE, NUM_SAMPLES - start) / NUM_SAMPLES for start in starts]
+    found = []
+    for start, share in zip(starts, shares, strict=True):
+        loss = classify(model, cut(batch, start, start + SIZE)) * share
+        gradients = torch.autograd.grad(loss, list(model.rare.parameters()), allow_unused=True)
+        found.append([one for one in gradients if one is not None])
+    of_parts = sum(float(one.square().sum()) for gradients in found for one in gradients)
+    whole = [torch.stack(pieces).sum(0) for pieces in zip(*filter(None, found), strict=True)]
+    of_sum = sum(float(one.square().sum()) for one in whole)
+    optimizer, noise = torch.optim.SGD(model.parameters(), lr=0.1), GradientNoise(every=1, by="layer")
+    mean = ab.mean_over_samples(classify)
+
+    engine = ab.Engine(model, optimizer, mean, micro_batch_size=SIZE, noise=noise, check_loss=False)
+    measured = engine.step(InMemory(batch)).noise
+
+    assert measured is not None
+    assert [] in found
+    expected = (of_sum - of_parts) / (1 - sum(share**2 for share in shares))
+    assert measured.squared_norms["rare"] == pytest.approx(expected, rel=1e-10)

@@ -13,9 +13,10 @@ from torch.utils.data import Dataset
 import anybatch as ab
 from anybatch.data import AnyRows
 from anybatch.errors import LossError
-from tests.engine.cases import Batch
+from tests.engine.cases import Batch, cut, share_bounds
 from tests.engine.loss_declarations import HOLDS
 from tests.raising import warns
+from tests.ranks_fixture import Ranks
 
 
 def network() -> nn.Module:
@@ -258,3 +259,27 @@ def test_an_encoder_that_looks_across_samples_is_refused() -> None:
     engine.step(rows())
     assert HOLDS in engine.decisions["loss"]
     engine.close()
+
+
+def raised_on_ranks(strategy: str, right: bool) -> str:
+    """Run on every rank: make a step; return the error, or the decision."""
+    world = ab.World.from_environment()
+    start, stop = share_bounds(24, [1] * world.size)[world.rank]
+    engine = engine_of(
+        ab.mean_over_samples(of_neighbours if right else of_halves), world=world, strategy=strategy, micro_batch_size=6
+    )
+    try:
+        engine.step(cut(rows(), start, stop))
+    except LossError as error:
+        return str(error.cause)
+    finally:
+        engine.close()
+    return engine.decisions["loss"]
+
+
+@pytest.mark.parametrize(("strategy", "right"), [("all_reduce", False), ("ddp", True)])
+def test_ranks_agree_on_real_micro_batches(strategy: str, right: bool, two_ranks: Ranks) -> None:
+    """All ranks reach the same verdict."""
+    one, other = two_ranks.run(raised_on_ranks, strategy, right)
+    assert one == other
+    assert (HOLDS if right else "joint") in one

@@ -293,3 +293,20 @@ def test_fp16_is_the_handwritten_loop(clip: float | None, one_rank: Ranks) -> No
 
     (run,) = one_rank.run(spiky_steps, "single", clip)
     assert all(torch.equal(*pair) for pair in zip(run.parameters, model.parameters(), strict=True))
+
+
+def step_with_an_idle_rank() -> float:
+    """Run on every rank: make a first fp16 step with a single sample, and return its loss."""
+    torch.manual_seed(8)
+    model = nn.Linear(5, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = {"x": vectors(1)["x"].float(), "y": vectors(1)["y"]}
+    options: dict[str, Any] = {"precision": "fp16", "world": ab.World.from_environment()}
+    with ab.Engine(model, optimizer, ab.mean_over_samples(classify), **options) as engine:
+        return engine.step(InMemory(batch)).loss
+
+
+def test_fp16_with_an_idle_rank(two_ranks: Ranks) -> None:
+    """In the first step, a rank without samples, which has scaled no loss, unscales and steps with the others."""
+    first, second = two_ranks.run(step_with_an_idle_rank)
+    assert first == second > 0

@@ -18,6 +18,7 @@ from tests.engine.ranks_apart import (
     raises_in_counted_data,
     raises_in_data,
     raises_in_loss,
+    saves_alone_in_shares,
     saves_without_the_others,
     sets_rate,
     skips,
@@ -149,3 +150,22 @@ def test_a_rank_that_calls_nothing(tmp_path: Path) -> None:
     assert waited is not None, outcomes[0].error
     assert waited.startswith("WorldError: rank 1 has not come to engine.save at step 0 within 1 seconds")
     assert silent == ""
+
+
+def test_three_ranks_leave_a_step_together(three_ranks: Ranks) -> None:
+    """The two ranks that did not fail get the same error, and all three continue."""
+    *others, failed = three_ranks.run(raises_in_loss, "all_reduce", ValueError)
+    assert [told.kinds for told in others] == [ends_with("RankFailedError")] * 2
+    assert failed.kinds == ends_with("ValueError")
+    for told in (*others, failed):
+        assert_trained(told, GOES_ON)
+
+
+@pytest.mark.ranks
+def test_a_save_on_one_rank_within_shares(tmp_path: Path) -> None:
+    """A save on one rank within `ab.shares` raises on both, although the loader has a separate world."""
+    for outcome in run_ranks(2, saves_alone_in_shares, "all_reduce", str(tmp_path), timeout_seconds=TIMEOUT_SECONDS):
+        assert outcome.value is not None, outcome.error
+        said = next(end for end in outcome.value.ends if end.startswith("RanksDifferError"))
+        assert "rank 0 called engine.save at step 1; rank 1 called ab.shares for share 1" in said
+        assert "remove `if rank == 0`" in said

@@ -1,11 +1,15 @@
 """The replica check compares all weights with little extra memory."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.errors import ReplicaError
+from anybatch.engine import rank_comparison
+from anybatch.engine.rank_comparison import ReplicaCheck
+from anybatch.errors import DoesNotFitError, ReplicaError
 from tests.engine.cases import InMemory, classify, perceptron, vectors
 from tests.ranks_fixture import Ranks
 
@@ -53,3 +57,19 @@ def test_frozen_weights_that_drift_apart_are_found(strategy: str, two_ranks: Ran
     """Frozen weights are compared like trained ones, reported by name, and repaired by `align_replicas`."""
     expected = tuple(f"teacher.{name}" for name, _ in perceptron().named_parameters())
     assert two_ranks.run(names_that_differ, strategy) == [expected] * 2
+
+
+def test_out_of_memory_while_weights_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Running out of memory in the comparison raises an error of anybatch with the location."""
+
+    def fails(_: Any) -> torch.Tensor:
+        message = "CUDA out of memory"
+        raise torch.OutOfMemoryError(message)
+
+    check = ReplicaCheck(ab.World(), dict(perceptron().named_parameters()), enabled=True)
+    monkeypatch.setattr(check, "_enabled", True)
+    monkeypatch.setattr(rank_comparison, "checksums", fails)
+    with pytest.raises(DoesNotFitError, match="while comparing the weights"):
+        check.digests(100)
+    with pytest.raises(DoesNotFitError, match="before step 7"):
+        check.compare(7)

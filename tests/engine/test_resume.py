@@ -318,3 +318,13 @@ def test_another_effective_batch_size_is_said(tmp_path: Path) -> None:
             other.load(tmp_path)
 
         assert "effective_batch_size None -> 10" in other.decisions["resumed with changes"]
+
+
+def test_checkpoint_of_another_precision_is_refused(tmp_path: Path) -> None:
+    """A run with averaged weights refuses a checkpoint without, instead of silently restarting its averages."""
+    stop_early("plain", tmp_path)
+    _, engine, _ = build("averaged")
+
+    with engine, pytest.raises(CheckpointError, match="lacks 'average'") as caught:
+        engine.load(tmp_path)
+    assert caught.value.path == list_checkpoints(tmp_path)[-1]

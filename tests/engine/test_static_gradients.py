@@ -159,3 +159,14 @@ class Scale(nn.Module):
         scaled: Any = NumpyScale
         found: Tensor = scaled.apply(x, self.weight)
         return found
+
+
+def test_gradients_in_memory_that_torch_did_not_allocate_accumulate_exactly() -> None:
+    """Each tensor over numpy's memory has a storage of its own, so that no count shows that they share it."""
+    x = torch.rand(8, 5, dtype=torch.float64)
+    model = Scale()
+    loss = ab.mean_over_samples(lambda model, batch: model(batch["x"]).square().sum(1).mean())
+    with ab.Engine(model, torch.optim.SGD(model.parameters()), loss, micro_batch_size=2, check_loss=False) as engine:
+        found = engine.gradients({"x": x})["weight"]
+    assert found is not None
+    assert relative_error({"weight": found}, {"weight": 2 * x.square().mean(0)}) <= TOLERANCE

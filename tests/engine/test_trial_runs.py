@@ -1,5 +1,8 @@
 """User code in trial runs leaves no trace in the gradient, can detect them, and is never rolled back."""
 
+import os
+import signal
+import threading
 from queue import SimpleQueue
 from typing import Any
 
@@ -130,3 +133,45 @@ def test_code_can_ask_whether_it_is_run_for_a_trial(sizes: str) -> None:
     assert sum(seen.get() for _ in range(seen.qsize())) == 64
     assert trials.qsize()
     assert not ab.in_trial_run()
+
+
+class Stop:
+    """A loss whose second call receives a signal and runs a thread."""
+
+    def __init__(self, seen: list[int]) -> None:
+        self.seen = seen
+        self.asked = False
+        self.calls = 0
+
+    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Send the signal, let the thread append, and return the loss."""
+        self.calls += 1
+        if self.calls == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            thread = threading.Thread(target=self.seen.append, args=(self.calls,))
+            thread.start()
+            thread.join()
+        return cross_entropy(model, batch)
+
+    def stop(self, *_: object) -> None:
+        """Handle the signal."""
+        self.asked = True
+
+
+def test_signals_and_threads_lose_nothing() -> None:
+    """A signal handler's flag and a thread's entry survive the loss check of the first step, in 10 runs."""
+    before = signal.getsignal(signal.SIGTERM)
+    kept = 0
+    try:
+        for _ in range(10):
+            loss = Stop([])
+            signal.signal(signal.SIGTERM, loss.stop)
+            torch.manual_seed(0)
+            engine = engine_of(nn.Linear(6, 3).double(), ab.mean_over_samples(loss), micro_batch_size=16)
+            engine.step(batch_of(32))
+            engine.close()
+            assert loss.calls > 2
+            kept += loss.asked and loss.seen == [2]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert kept == 10

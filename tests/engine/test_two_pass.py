@@ -1,6 +1,7 @@
 """Cross-sample losses: the full-batch gradient with the activations of one micro-batch at a time."""
 
 import copy
+import dataclasses
 import functools
 import random
 import traceback
@@ -16,12 +17,14 @@ from torch import nn
 import anybatch as ab
 from anybatch.core.randomness import joint_seed
 from anybatch.errors import AnyBatchWarning, LossError
+from anybatch.parallel.dtensors import gather
 from anybatch.parallel.fsdp import FSDP
 from anybatch.testing import relative_error
 from tests.engine.cases import SPLITS, STRATEGIES, InMemory, arrive, combinations, plain_gradients
 from tests.engine.two_pass_cases import (
     JOINT_CASES,
     WIDTH,
+    Clip,
     Encoders,
     JointCase,
     Pair,
@@ -457,3 +460,59 @@ def test_ranks_that_encode_differently_are_refused(two_ranks: Ranks) -> None:
         assert (
             "('samples', 1) of torch.float64 and ('samples', 2) of torch.float64 on one rank and on another" in message
         )
+
+
+def test_sparse_gradients() -> None:
+    """On one rank gradients may be sparse in the encoder and in the loss."""
+
+    def words() -> nn.Module:
+        torch.manual_seed(24)
+        return nn.Embedding(5, WIDTH, sparse=True).double()
+
+    def encode(model: nn.Module, batch: Any) -> Any:
+        return {"vector": torch.tanh(model(batch["label"])), "label": batch["label"]}
+
+    def loss(model: nn.Module, outputs: Any) -> torch.Tensor:
+        logs: torch.Tensor = (outputs["vector"] @ torch.sin(model(outputs["label"])).T).log_softmax(1)
+        return -logs.diagonal().mean()
+
+    with engine_of(JointCase(model=words, encode=encode, loss=lambda: loss), micro_batch_size=3) as engine:
+        found = engine.gradients(pairs())
+    model = words()
+    expected = plain_gradients(model, loss(model, encode(model, pairs())))
+    assert relative_error(found, expected) <= TOLERANCE
+
+
+class Scaled(Clip):
+    """The same loss with a temperature that can be sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor([1.5], dtype=torch.float64))
+
+
+def errors_of_sharded_losses() -> list[float]:
+    """Run on every rank: return the errors under FSDP2 of losses that use parameters of the model or their own."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    world, errors = ab.World.from_environment(), []
+    modules = JOINT_CASES["clip, a module"]
+    for case in (JOINT_CASES["clip"], modules, dataclasses.replace(modules, loss=Scaled)):
+        for strategy, size in (
+            (FSDP(reduction="last_micro_batch"), 3),
+            (FSDP(reduction="every_micro_batch"), None),
+            (FSDP(reduction="every_micro_batch"), 3),
+        ):
+            with engine_of(case, world=world, micro_batch_size=size, strategy=strategy, check_loss=False) as engine:
+                found = engine.gradients(InMemory(pairs()))
+                whole = {name: None if one is None else gather(one) for name, one in found.items()}
+                units = engine.step(InMemory(pairs())).plan.units
+            model, function = case.model(), case.loss()
+            loss = plain_loss(case, model, function, pairs(), units)
+            errors.append(relative_error(whole, plain_gradients(all_modules(model, function), loss)))
+    return errors
+
+
+def test_parameters_of_a_sharded_loss(two_ranks: Ranks) -> None:
+    """Under FSDP2, a temperature in the loss has the full-batch gradient."""
+    for errors in two_ranks.run(errors_of_sharded_losses):
+        assert max(errors) <= TOLERANCE

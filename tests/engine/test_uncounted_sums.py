@@ -1,5 +1,6 @@
 """Micro-batches that count no items of a loss but still contribute to it, such as pure background images."""
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
+from anybatch.core.loss import Loss
 from anybatch.core.tensors import relative_error
 from anybatch.errors import LossError
 from tests.engine.cases import Batch, cut, share_bounds
@@ -139,3 +141,22 @@ def test_a_mean_over_nothing_that_is_a_number_is_refused(check_loss: bool) -> No
     """If a mean over no items is a finite number, its divisor is unknown; the error suggests `LossSum`."""
     with raises(LossError, "mean_over_nothing"):
         error_of(ab.mean_over(divided, count=positives), reference, check_loss=check_loss)
+
+
+def test_it_is_found_out_once() -> None:
+    """The first step with such a micro-batch needs one more forward, later steps none."""
+    calls = array("q")  # trial runs do not restore it
+
+    def counting(model: nn.Module, batch: Batch) -> ab.LossSum:
+        calls.append(1)
+        return summed(model, batch)
+
+    model, numbers = detector(), []
+    loss: Loss = ab.mean_over(counting, count=positives)
+    engine = ab.Engine(model, torch.optim.SGD(model.parameters()), loss, micro_batch_size=3, check_loss=False)
+    for _ in range(3):
+        del calls[:]
+        engine.step(pictures())
+        numbers.append(len(calls))
+    engine.close()
+    assert numbers == [9, 8, 8]

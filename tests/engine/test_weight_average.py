@@ -9,6 +9,7 @@ from torch import nn
 import anybatch as ab
 from anybatch.testing import relative_error
 from tests.engine.cases import InMemory
+from tests.ranks_fixture import Ranks
 
 NUM_STEPS, DECAY, RATE = 24, 0.9, 2.0**-11
 
@@ -66,3 +67,12 @@ def movement_missed(strategy: str, way: Any) -> float:
 def test_average_follows_float32_weights(way: str) -> None:
     """The average of bf16 weights follows their float32 form, including updates too small for bf16."""
     assert movement_missed("single", way) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("strategy", "way"),
+    [("all_reduce", "copied"), ("all_reduce", "split"), ("zero1", "copied"), ("data_parallel", "copied")],
+)
+def test_average_follows_float32_weights_on_ranks(strategy: str, way: str, two_ranks: Ranks) -> None:
+    """The same holds under every strategy that supports bf16 weights."""
+    assert max(two_ranks.run(movement_missed, strategy, way)) <= 1e-6
