@@ -122,8 +122,10 @@ def _refused(reason: str, remedy: str) -> Cell:
 
 
 _EXACT = Cell(Verdict.EXACT)
-_DISTRIBUTED = (Feature.ALL_REDUCE, Feature.DDP, Feature.ZERO1, Feature.FSDP)
-_NOT_DDP = (Feature.SINGLE, Feature.ALL_REDUCE, Feature.ZERO1, Feature.FSDP, Feature.DATA_PARALLEL)
+# Derived, so that another strategy is refused what other strategies are, until its rows say otherwise.
+_STRATEGIES = tuple(feature for feature in Feature if feature.axis == "strategy")
+_DISTRIBUTED = tuple(one for one in _STRATEGIES if one not in {Feature.SINGLE, Feature.DATA_PARALLEL})
+_NOT_DDP = tuple(one for one in _STRATEGIES if one is not Feature.DDP)
 _IN_PIECES = (Feature.SPLIT_WEIGHTS, Feature.ROUNDED_WEIGHTS)
 _NARROW = (Feature.LOW_PARAMETERS, Feature.MASTER_WEIGHTS, Feature.CAST, *_IN_PIECES)
 _EXACT_NORMS = (Feature.NORMS_GHOST, Feature.NORMS_EXACT, Feature.NORMS_CHECKPOINT)
