@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ def rows_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def sum_around(group: ControlGroup, numbers: torch.Tensor) -> PendingMessage:
     """Sum like `ControlGroup.start_sum`, around gloo's ring."""
-    work: Any = dist.all_reduce(numbers, group=group.group, async_op=True)
-    return PendingMessage(work, group._resources, group.roll_call)  # noqa: SLF001 (as before)
+    work: Any = dist.all_reduce(numbers, group=group._resources.group, async_op=True)  # noqa: SLF001 (as the group does)
+    return PendingMessage(work, group._resources)  # noqa: SLF001
 
 
 def gather_around(group: ControlGroup, mine: bytes) -> list[bytearray]:
@@ -66,8 +67,8 @@ def gather_around(group: ControlGroup, mine: bytes) -> list[bytearray]:
     rows = [bytearray(len(mine)) for _ in range(dist.get_world_size())]
     tensors = [torch.frombuffer(row, dtype=torch.uint8) for row in rows]
     own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    work: Any = dist.all_gather(tensors, own, group=group.group, async_op=True)
-    PendingMessage(work, group._resources, group.roll_call).wait()  # noqa: SLF001
+    work: Any = dist.all_gather(tensors, own, group=group._resources.group, async_op=True)  # noqa: SLF001 (as the group does)
+    PendingMessage(work, group._resources).wait()  # noqa: SLF001
     return rows
 
 
@@ -209,11 +210,13 @@ def on_a_host(out: Path) -> None:
 
 def a_round(world: World) -> list[float]:
     """Return the seconds of one round in a series: its processor and network time."""
-    group, rounds, numbers = world._control.group, sum_rounds(world.rank, 2) * NUM_ROUNDS, torch.zeros(SIZES[1])  # type: ignore[union-attr]  # noqa: SLF001
+    group = world._control._resources.group  # type: ignore[union-attr]  # noqa: SLF001
+    rounds, numbers = sum_rounds(world.rank, 2) * NUM_ROUNDS, torch.zeros(SIZES[1])
+    limit = timedelta(seconds=TIMEOUT_SECONDS)
     found = []
     for number in range(NUM_TIMES):
         together()
-        found.append(timed(lambda tag=number: _sum(group, rounds, numbers, FREE_TAG + tag)) / NUM_ROUNDS)  # type: ignore[misc]
+        found.append(timed(lambda tag=number: _sum(group, rounds, numbers, FREE_TAG + tag, limit)) / NUM_ROUNDS)  # type: ignore[misc]
     return found[WARM_UP:]
 
 

@@ -244,3 +244,12 @@ def test_a_layout_without_rows_is_refused() -> None:
     """The error names the layout and what to convert it to."""
     with raises(DataError, "layout_without_rows"):
         slice_samples({"x": torch.eye(4).to_sparse_csr()}, 0, 2)
+
+
+def test_the_place_of_what_cannot_be_joined_is_named() -> None:
+    """The error for batches that cannot be joined names the leaf, beginning with "batch"."""
+    ones = torch.ones(2, 3)
+    with pytest.raises(DataError, match=r"batch\['w'\] is 1.0 in one and 2.0"):
+        join_samples([{"x": ones, "w": 1.0}, {"x": ones, "w": 2.0}])
+    with pytest.raises(DataError, match="batch is "):
+        join_samples([ones, torch.ones(2, 4)])

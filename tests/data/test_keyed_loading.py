@@ -1,7 +1,7 @@
 """Seeding only the generators that a data set uses gives the same numbers and restores the caller's state."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,9 @@ import anybatch as ab
 from anybatch.core.batch import Placement
 from anybatch.core.randomness import sample_seed
 from anybatch.core.splitting import Cut
-from anybatch.data.random_state import PythonGenerator, seed_generators
+from anybatch.data.random_state import HostDraws, PythonGenerator, host_random_state, seed_generators
+from anybatch.errors import CheckpointError
+from tests.raising import raises
 
 NUM_SAMPLES = 40
 DRAWS: dict[str, Callable[[], float]] = {
@@ -110,7 +112,7 @@ def test_pythons_generator_is_seen_where_it_lies(draw: Any, reads: bool) -> None
 
 def test_another_bit_generator_in_the_place_of_numpys() -> None:
     """A custom numpy bit generator is restored, and samples are still seeded."""
-    former = np.random.get_bit_generator()  # type: ignore[attr-defined]  # missing in numpy's stubs
+    former = np.random.get_bit_generator()  # type: ignore[attr-defined]  # not in the stubs  # type: ignore[attr-defined]  # missing in numpy's stubs
     try:
         np.random.set_bit_generator(np.random.MT19937(5))  # type: ignore[attr-defined]  # the same
         dataset = Sometimes(DRAWS["numpy"], 31)
@@ -128,3 +130,37 @@ def test_tensors_are_read_at_once() -> None:
 
     assert isinstance(unit, list)
     assert all(torch.equal(*pair) for pair in zip(unit, expected, strict=True))
+
+
+@pytest.fixture
+def another_numpy_generator() -> Iterator[None]:
+    """Replace numpy's global generator by another kind."""
+    former = np.random.get_bit_generator()  # type: ignore[attr-defined]  # not in the stubs
+    np.random.set_bit_generator(np.random.PCG64(3))  # type: ignore[attr-defined]
+    yield
+    np.random.set_bit_generator(former)  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("another_numpy_generator")
+def test_numpys_global_generator_may_be_of_another_kind() -> None:
+    """Draws from it are noticed and repeated; a checkpoint, which cannot hold its state, refuses it."""
+    draws = HostDraws()
+    assert draws.keep_if_drawn() is None
+    first = np.random.rand()
+    assert draws.keep_if_drawn() is draws
+    draws.restore()
+    assert np.random.rand() == first
+    with raises(CheckpointError, "numpy_generator"):
+        host_random_state()
+
+
+def test_functions_of_random_may_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that replaces the functions of `random` after the import is seeded like any other."""
+    own = random.Random(1)
+    for name in ("seed", "getstate", "setstate", "random"):
+        monkeypatch.setattr(random, name, getattr(own, name))
+    generator = PythonGenerator()
+    generator.seed(5)
+    first = random.random()
+    generator.seed(5)
+    assert random.random() == first

@@ -91,6 +91,26 @@ def test_only_what_torch_raises_counts_as_broken(two_ranks: Ranks) -> None:
         assert own == "ValueError: mine"
 
 
+class Unpicklable:
+    """A value whose pickling fails with the class of error that torch raises for a broken connection."""
+
+    def __reduce__(self) -> str:
+        message = "this value cannot be pickled"
+        raise RuntimeError(message)
+
+
+def unpicklable() -> str:
+    """Run on every rank: gather a value that cannot be pickled, and return the error."""
+    with pytest.raises(RuntimeError) as caught:
+        World.from_environment(device="cpu").gather_objects(Unpicklable())
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_value_that_cannot_be_pickled_is_not_blamed_on_another_rank(two_ranks: Ranks) -> None:
+    """The rank that cannot pickle its value gets that error, at once."""
+    assert two_ranks.run(unpicklable) == ["RuntimeError: this value cannot be pickled"] * 2
+
+
 def gathered_without_numpy() -> list[object]:
     """Run on every rank: gather objects of different sizes with numpy conversion disabled."""
     world = World.from_environment(device="cpu")

@@ -183,14 +183,6 @@ def scale_recipe(given: argparse.Namespace) -> int:
     return Status.DONE
 
 
-def read_a_log(path: Path) -> int:
-    """Print the parts of a step by the log of a run, and return the exit status."""
-    from anybatch.diagnostics.step_times import read_steps
-
-    sys.stdout.write(f"{path}: parts of a step\n{read_steps(path)}\n")
-    return Status.DONE
-
-
 def run_forecast(given: argparse.Namespace) -> int:
     """Print the forecast that the options ask for, and return the exit status."""
     if given.link is None:

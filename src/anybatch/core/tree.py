@@ -251,7 +251,7 @@ def join_samples(batches: Sequence[Batch]) -> Batch:
             "something else. Yield the same fields in every batch, or batches of the effective size."
         )
         raise DataError(message)
-    return merge_trees(parts, _joined)
+    return merge_trees(parts, _joined, "batch")
 
 
 def _joined(path: str, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
@@ -324,9 +324,12 @@ def copied(batch: Batch, clone: Callable[[torch.Tensor], torch.Tensor] = torch.c
     return map_tree(batch, copy_of)
 
 
-def merge_trees(trees: Sequence[Batch], merge: Callable[[str, Sequence[Any]], Any]) -> Batch:
-    """Merge trees of one structure: each leaf is `merge(path, leaves at this path)`, called depth first."""
-    rows = [list(leaves_of(tree, "", cutting=True)) for tree in trees]
+def merge_trees(trees: Sequence[Batch], merge: Callable[[str, Sequence[Any]], Any], name: str = "") -> Batch:
+    """Merge trees of one structure: each leaf is `merge(path, leaves at this path)`, called depth first.
+
+    Paths begin with `name`.
+    """
+    rows = [list(leaves_of(tree, name, cutting=True)) for tree in trees]
     if len({tuple(path for path, _ in row) for row in rows}) > 1:
         shown = [", ".join(path or "one value" for path, _ in row) or "nothing" for row in rows]
         message = f"trees to be merged have different structures: {' and '.join(dict.fromkeys(shown))}."

@@ -10,6 +10,7 @@ state with `getstate` takes 10 to 50 microseconds, so the words of python's and 
 import ctypes
 import importlib
 import importlib.util
+import pickle
 import random
 import struct
 import sys
@@ -20,9 +21,12 @@ from typing import Any, Final, Protocol, TypeVar
 
 import torch
 
+from anybatch.errors import CheckpointError
+
 # Augmentations may draw from numpy, so it is seeded too if installed (torch has imported it already).
 NUMPY: Final[ModuleType | None] = importlib.import_module("numpy") if importlib.util.find_spec("numpy") else None
 NUMPY_SEEDS: Final = 1 << 32
+_TWISTER: Final = "MT19937"  # numpy's global generator, unless a program sets another
 
 
 @contextmanager
@@ -58,8 +62,8 @@ class HostDraws:
     """
 
     def __init__(self) -> None:
-        self._python, self._numpy = random.getstate(), None if NUMPY is None else NUMPY.random.get_state()
-        self._digest = host_random_digest()
+        self._python, self._numpy = random.getstate(), _numpy_state()
+        self._digest = _digest(self._python, self._numpy)
 
     def keep_if_drawn(self) -> "HostDraws | None":
         """Return this state if a number was drawn since, else None."""
@@ -77,7 +81,15 @@ def host_random_state() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {"python": {"version": version, "words": torch.tensor(words), "gauss": gauss}}
     if NUMPY is not None:
-        kind, keys, place, has_gauss, numpy_gauss = NUMPY.random.get_state()
+        numpy = _numpy_state()
+        if numpy["bit_generator"] != _TWISTER:
+            message = (
+                f"numpy's global generator is {numpy['bit_generator']}, and checkpoints hold the state of {_TWISTER} "
+                "only. Leave numpy's own generator in place, and pass yours to the code that draws from it."
+            )
+            raise CheckpointError(message, code="numpy_generator")
+        kind, keys, place = _TWISTER, numpy["state"]["key"], numpy["state"]["pos"]
+        has_gauss, numpy_gauss = numpy["has_gauss"], numpy["gauss"]
         words = torch.tensor([int(key) for key in keys])
         state["numpy"] = {"kind": kind, "words": words, "place": place, "has_gauss": has_gauss, "gauss": numpy_gauss}
     return state
@@ -95,11 +107,19 @@ def restore_host_random_state(state: Mapping[str, Any]) -> None:
 
 def host_random_digest() -> tuple[int, ...]:
     """Return a digest of python's generator, and of numpy's: equal unless a number was drawn."""
-    found = [hash(random.getstate())]
-    if NUMPY is not None:
-        kind, keys, *rest = NUMPY.random.get_state()
-        found.append(hash((kind, keys.tobytes(), *rest)))
-    return tuple(found)
+    return _digest(random.getstate(), _numpy_state())
+
+
+def _numpy_state() -> dict[str, Any]:
+    """Return the state of numpy's global generator; empty without numpy."""
+    return {} if NUMPY is None else NUMPY.random.get_state(legacy=False)  # the legacy form warns of other generators
+
+
+def _digest(python: tuple[Any, ...], numpy: Mapping[str, Any]) -> tuple[int, ...]:
+    if numpy.get("bit_generator") != _TWISTER:
+        return hash(python), hash(pickle.dumps(numpy))
+    words, place = numpy["state"]["key"], numpy["state"]["pos"]
+    return hash(python), hash((words.tobytes(), place, numpy["has_gauss"], numpy["gauss"]))
 
 
 T = TypeVar("T")
@@ -129,13 +149,19 @@ class _Generator(Protocol):
 class PythonGenerator:
     """Python's global generator; with `reads`, its words are read from memory if possible."""
 
-    keep = staticmethod(random.getstate)
-    seed = staticmethod(random.seed)
-
     def __init__(self, *, reads: bool = True) -> None:
         owner: Any = getattr(random.getstate, "__self__", None)
         self._owner = owner
         self._words = words_of(owner) if reads and type(owner) is random.Random else None
+
+    # Looked up at each call: a program may replace the functions of `random`.
+    def keep(self) -> Any:  # noqa: ANN401
+        """Return the complete state."""
+        return random.getstate()
+
+    def seed(self, seed: int) -> None:
+        """Start the numbers of a key."""
+        random.seed(seed)
 
     def look(self) -> Any:  # noqa: ANN401
         """Return a state that changes with every drawn number; it includes the second number of a normal pair."""

@@ -278,9 +278,8 @@ class ControlGroup:
         places = [(rank - self._rank) % self._size * len(mine) for rank in range(self._size)]
         return [rows[place : place + len(mine)] for place in places]
 
-    def gather_object(self, value: Any) -> list[Any]:  # noqa: ANN401 (small values of any type)
-        """Return the values of every rank, pickled and signed; torch's `all_gather_object` needs numpy."""
-        written = signed(pickle.dumps(value), self._secret)
+    def gather_bytes(self, written: bytes) -> list[bytes]:
+        """Return the bytes that every rank passed; lengths may differ."""
         # Most values are small and fit in one message with their size; larger ones need another.
         first, rest = written[:_FIRST_BYTES], written[_FIRST_BYTES:]
         begun = self.gather(len(written).to_bytes(_SIZE_BYTES) + first.ljust(_FIRST_BYTES, b"\0"))
@@ -289,8 +288,15 @@ class ControlGroup:
         if max(sizes) > _FIRST_BYTES:
             more = self.gather(rest.ljust(max(sizes) - _FIRST_BYTES, b"\0"))
             gathered = [row + others for row, others in zip(gathered, more, strict=True)]
-        own = [unsigned(bytes(row[:size]), self._secret) for row, size in zip(gathered, sizes, strict=True)]
-        return [pickle.loads(row) for row in own]  # noqa: S301 (signed by our own ranks)
+        return [bytes(row[:size]) for row, size in zip(gathered, sizes, strict=True)]
+
+    def write(self, value: Any) -> bytes:  # noqa: ANN401 (small values of any type)
+        """Return a value pickled and signed; torch's `all_gather_object` needs numpy."""
+        return signed(pickle.dumps(value), self._secret)
+
+    def read(self, written: bytes) -> Any:  # noqa: ANN401 (what was written)
+        """Return a value that a rank has written."""
+        return pickle.loads(unsigned(written, self._secret))  # noqa: S301 (signed by our own ranks)
 
     @property
     def _messenger(self) -> Messenger:

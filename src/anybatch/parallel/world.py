@@ -271,8 +271,10 @@ class World:
         """Return the values of every process, in the order of the default group; a rank may be several processes."""
         if self._silent or self._control is None:
             return [value] * self.size
+        written = self._control.write(value)
         with self.collective():
-            return self._control.gather_object(value)
+            gathered = self._control.gather_bytes(written)
+        return [self._control.read(one) for one in gathered]
 
     def run_on_all_ranks(self, function: Callable[[], Any] | None) -> list[Any]:
         """Run `function` on every rank that has one, and return every rank's result, which is pickled.
