@@ -97,7 +97,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests before they are selected by markers: those that need ranks or a browser, and those of DRAWN_FILES."""
+    """Before tests are selected by markers, mark tests that need ranks or a browser, and all of DRAWN_FILES."""
     part, seed = config.getoption("draw"), config.getoption("seed")
     # Each test separately, so that all processes draw the same.
     items[:] = [item for item in items if random.Random(f"{seed} {item.nodeid}").random() < part]

@@ -267,8 +267,9 @@ class Checkpointed(nn.Module):
 def test_reentrant_checkpointing_is_refused() -> None:
     """Reentrant checkpointing raises as in the engine, with the argument to pass; the other kind is exact."""
     loss = ab.mean_over_samples(separate)
-    with pytest.raises(CompositionError):
+    with pytest.raises(CompositionError) as caught:
         ab.check(Checkpointed(reentrant=True), loss, vectors())
+    assert "use_reentrant=False" in str(caught.value)
     assert ab.check(Checkpointed(reentrant=False), loss, vectors()).verdict == "exact"
 
 

@@ -84,8 +84,9 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Without matplotlib the error has the install command, and no folder is created."""
     monkeypatch.delitem(sys.modules, "anybatch.diagnostics.stacked_areas", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError):
+    with raises(UserError, "needs_matplotlib") as caught:
         draw_memory(course(), PICTURE, tmp_path / "folder" / "memory.png")
+    assert "pip install 'anybatch[plot]'" in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 

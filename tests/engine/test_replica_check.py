@@ -69,6 +69,8 @@ def test_out_of_memory_while_weights_are_compared(monkeypatch: pytest.MonkeyPatc
     check = ReplicaCheck(ab.World(), dict(perceptron().named_parameters()), enabled=True)
     monkeypatch.setattr(check, "_enabled", True)
     monkeypatch.setattr(rank_comparison, "checksums", fails)
-    for compare in (lambda: check.digests(100), lambda: check.compare(7)):
-        with pytest.raises(DoesNotFitError):
+    for compare, step in ((lambda: check.digests(100), 100), (lambda: check.compare(7), 7)):
+        with pytest.raises(DoesNotFitError) as caught:
             compare()
+        assert caught.value.step == step
+        assert f"before step {step} (counted from 0), while comparing the weights" in str(caught.value)

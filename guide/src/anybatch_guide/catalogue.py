@@ -1,4 +1,4 @@
-"""All experiments by name: those of the files in `experiments`, and one for each claim."""
+"""All experiments by name: from the files in `experiments`, and one for each claim."""
 
 import importlib
 import pkgutil

@@ -274,7 +274,7 @@ def progress_line() -> Iterator[Callable[[str], None] | None]:
 
 
 def add_report_files(add: Callable[..., object], drawn: str, *, with_json: bool = False) -> None:
-    """Add the options --figure, whose help names what is drawn, and --json, by `add_argument`."""
+    """Add the options --figure, with `drawn` in its help, and --json, by `add_argument`."""
     add("--figure", type=picture_file, metavar="FILE", help=f"draw {drawn}: .png, .svg or .pdf")
     if with_json:
         add("--json", type=output_file, metavar="FILE", help="write the results as JSON")

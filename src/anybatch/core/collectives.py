@@ -36,7 +36,7 @@ class SumRound:
 
 @dataclass(frozen=True, slots=True)
 class GatherRound:
-    """A rank's messages in one round of a gather: it sends its first rows, and receives as many, from `first_row` on.
+    """A rank's messages in a round of a gather: it sends its first rows, and receives the same number from `first_row` on.
 
     Row i belongs to the i-th rank after it, and row 0 to itself.
     """

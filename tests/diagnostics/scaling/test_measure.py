@@ -178,7 +178,7 @@ def test_parts_of_a_step_by_a_clock() -> None:
 
 def test_numbers_that_cannot_be() -> None:
     """Raise for fewer than 1 rank and fewer than 0 workers."""
-    with pytest.raises(UserError):
+    with raises(UserError, "not_a_whole_number"):
         RunSettings(num_workers=-1)
     with raises(UserError, "ranks_below_one"):
         measure_scaling(train, data, ranks=[0])

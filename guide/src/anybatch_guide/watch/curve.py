@@ -1,4 +1,4 @@
-"""Curves of a run: what is kept of its steps, as points to draw, and a preview of a long log."""
+"""Curves of a run: its steps as points to draw, and a preview of a long log."""
 
 import bisect
 import itertools
