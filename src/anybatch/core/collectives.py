@@ -36,7 +36,7 @@ class SumRound:
 
 @dataclass(frozen=True, slots=True)
 class GatherRound:
-    """Messages of a rank in a round of a gather: it sends its first rows, and receives equally many from `first_row` on.
+    """Messages of one round of a gather: a rank sends its first rows, and receives equally many from `first_row` on.
 
     Row i belongs to the i-th rank after it, and row 0 to itself.
     """
