@@ -1,12 +1,12 @@
-"""anybatch: name the effective batch size; any hardware trains it, exactly.
+"""anybatch: train at the batch size you choose, on any hardware, with the exact gradient.
 
-A name is imported when it is first used: `anybatch --help` need not wait for torch, and what has to be settled before
-torch is imported can be.
+A name is imported when it is first used, so that `anybatch --help` does not wait for torch, and the command line can
+set environment variables before torch is imported.
 """
 
 __version__ = "0.1.0"
 
-import collections.abc  # modules only: what is imported by name would be one of the public names
+import collections.abc  # modules only: a name imported with `from` would become a public name of anybatch
 import importlib
 import types
 import typing
@@ -34,7 +34,7 @@ if typing.TYPE_CHECKING:
     from anybatch.engine.engine import Engine
     from anybatch.engine.shares import shares
     from anybatch.engine.user_code import in_trial_run
-    from anybatch.events.jsonl import JsonlLog
+    from anybatch.events.jsonl import JsonlLog, record
     from anybatch.parallel.world import World
     from anybatch.recipes.job import Evaluation, Job
     from anybatch.recipes.planning.plan import plan
@@ -61,6 +61,7 @@ __all__ = [
     "mean_over_samples",
     "mean_over_tokens",
     "plan",
+    "record",
     "samples",
     "shares",
     "sum_of",
@@ -76,7 +77,6 @@ _HOMES: collections.abc.Mapping[str, str] = types.MappingProxyType(
         "Evaluation": "anybatch.recipes.job",
         "Job": "anybatch.recipes.job",
         "JsonlLog": "anybatch.events.jsonl",
-        "LossSum": "anybatch.core.loss",
         "Observer": "anybatch.core.records",
         "RunConfig": "anybatch.core.run_config",
         "Shards": "anybatch.data",
@@ -85,32 +85,26 @@ _HOMES: collections.abc.Mapping[str, str] = types.MappingProxyType(
         "advise": "anybatch.diagnostics.advise",
         "batches": "anybatch.data",
         "check": "anybatch.diagnostics.check",
-        "counted": "anybatch.core.loss",
         "in_trial_run": "anybatch.engine.user_code",
-        "joint": "anybatch.core.loss",
-        "mean_over": "anybatch.core.loss",
-        "mean_over_samples": "anybatch.core.loss",
-        "mean_over_tokens": "anybatch.core.loss",
         "plan": "anybatch.recipes.planning.plan",
-        "samples": "anybatch.core.loss",
+        "record": "anybatch.events.jsonl",
         "shares": "anybatch.engine.shares",
-        "sum_of": "anybatch.core.loss",
-        "sum_over_samples": "anybatch.core.loss",
         "token_budget": "anybatch.core.token_budget",
-        "tokens": "anybatch.core.loss",
     }
 )
+"""The module that defines each public name; names that are missing here are in `_LOSSES`."""
+_LOSSES = "anybatch.core.loss"
 
 
-def __getattr__(name: str) -> typing.Any:  # noqa: ANN401 (of whatever type the name is)
-    """Return a public name, from where it is defined."""
-    if name not in _HOMES:
+def __getattr__(name: str) -> typing.Any:  # noqa: ANN401 (the type of the requested name)
+    """Import a public name from the module that defines it, when the name is first used."""
+    if name not in __all__:
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message)
-    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    value = globals()[name] = getattr(importlib.import_module(_HOMES.get(name, _LOSSES)), name)
     return value
 
 
 def __dir__() -> list[str]:
-    """Return the public names, those that have not been used yet included."""
+    """Return all public names, including those that have not been imported yet."""
     return sorted({*globals(), *__all__})

@@ -1,44 +1,14 @@
-"""Every exception of anybatch, and its warning.
+"""The exceptions of anybatch, and its warning.
 
-```text
-AnyBatchError
-├── UserError (ValueError)            an argument, option or file cannot be used as given
-│   ├── BatchSizeError                effective size, micro-batch size and accumulation steps contradict
-│   ├── DataError                     a data set, loader or batch that cannot be split or trusted
-│   ├── LossError                     a loss that breaks its declaration
-│   ├── LoopError                     a training loop that cannot be checked
-│   ├── ParameterError                model and optimizer do not match
-│   ├── PlanError                     memory or time cannot be planned; gives the reason
-│   │   └── CannotPlanError           a step cannot be traced without its device: try sizes there
-│   └── CompositionError              two features that do not compose; gives the reason and an alternative
-├── UnsupportedTorchError (RuntimeError)  this version of torch lacks a required feature
-├── NonFiniteError (ArithmeticError)  a loss or gradient is NaN or infinite
-├── MemoryExhaustedError (RuntimeError)  out of memory, and smaller micro-batches cannot help
-│   ├── DoesNotFitError               the smallest micro-batches or the resident tensors do not fit
-│   ├── CannotRedoError               the step cannot be retried: its collectives cannot be undone
-│   └── HalfUpdatedError              out of memory during the update: parameters may be half updated
-├── UpdateFailedError (RuntimeError)  an update failed: parameters and optimizer may be half updated
-├── CheckpointError (RuntimeError)    a checkpoint cannot be written or read
-│   ├── MissingCheckpointError        no checkpoint at this path
-│   ├── NotACheckpointError           the path holds something else
-│   ├── DamagedCheckpointError        a file is missing, or its bytes have changed
-│   │   └── TruncatedCheckpointError  a file is shorter than when it was written
-│   ├── NewerCheckpointError          a newer version of anybatch wrote it
-│   ├── CheckpointAccessError         the file system denies access
-│   └── DiskFullError                 not enough free disk space
-└── WorldError (RuntimeError)         a failure between ranks
-    ├── ReplicaError                  parameters differ between ranks although they must be equal
-    ├── RanksDifferError              ranks made different calls, or disagree about the step
-    └── RankFailedError               another rank failed first; carries its error
-```
+Every exception is an `AnyBatchError`, and also an instance of the builtin error that it resembles: a `UserError` (an
+argument, option or file cannot be used as given) is a `ValueError`. `help(anybatch.errors)` shows the class hierarchy.
+`AnyBatchWarning` (a UserWarning) marks code that runs but may not do what was intended.
 
-`AnyBatchWarning` (UserWarning) marks code that runs but may not do what was intended.
+Every message names the problem, shows both values, and gives the fix. The attributes of an error hold the same facts
+for programs: rank, step, phase, sizes, paths. An attribute is None if its value was unknown where the error was raised.
+Attributes survive pickling, so that an error can be sent from one rank to another.
 
-Every message names the problem, shows both values, and gives the fix. Fields hold the same facts for programs: rank,
-step, phase, sizes, paths. A field is None if it was not available where the error was raised. Fields survive pickling,
-so that an error can travel from one rank to another.
-
-Messages may change between versions; the field `code` of errors and warnings names the cause and does not change.
+Messages may change between versions; the attribute `code` of errors and warnings names the cause and does not change.
 """
 
 import inspect
@@ -48,13 +18,13 @@ from typing import Any
 
 
 class AnyBatchWarning(UserWarning):
-    """Code that runs but may not do what was intended: it could not be checked, or differs from the unsplit batch.
+    """Code that runs but may not do what was intended: it cannot be checked, or differs from training without a split.
 
-    Issued once, on rank 0, with the fix; observers receive the same text as a diagnosis record. To turn it into an
-    error: `warnings.simplefilter("error", anybatch.errors.AnyBatchWarning)`.
+    Each warning is issued once, on rank 0, with the fix; observers receive the same text as a `DiagnosisRecord`. To
+    turn warnings into errors: `warnings.simplefilter("error", anybatch.errors.AnyBatchWarning)`.
 
     Attributes:
-        code: short name of the cause, such as "smaller_batches"; empty if it has none.
+        code: short name of the cause, such as "smaller_batches"; empty if the warning has none.
     """
 
     def __init__(self, message: str = "", *, code: str = "") -> None:
@@ -66,14 +36,21 @@ class AnyBatchError(Exception):
     """The base class of every exception that anybatch raises on purpose.
 
     Attributes:
-        code: short name of the cause, such as "unequal_lengths"; empty if the class and its fields say it all.
+        code: short name of the cause, such as "unequal_lengths"; empty if the class already identifies the cause.
     """
 
-    # The message is the only positional argument and fields are optional keywords, so that `BaseException.__reduce__`
-    # can pickle them as (class, args, __dict__).
-    def __init__(self, message: str = "", *, code: str = "") -> None:
+    code: str = ""
+
+    # `BaseException.__reduce__` pickles an error as (class, args, __dict__), so the message is the only positional
+    # argument, and fields are optional keywords. The default of a field is a class attribute.
+    def __init__(self, message: str = "", **fields: Any) -> None:  # noqa: ANN401 (each field has its own type)
         super().__init__(message)
-        self.code = code
+        known = {name for kind in type(self).__mro__ for name in inspect.get_annotations(kind)}
+        if not fields.keys() <= known:
+            unknown = f"{type(self).__name__} has the fields {sorted(known)}, not {sorted(fields.keys() - known)}"
+            raise TypeError(unknown)
+        for name, value in fields.items():
+            setattr(self, name, value)
 
 
 class UserError(AnyBatchError, ValueError):
@@ -81,7 +58,7 @@ class UserError(AnyBatchError, ValueError):
 
 
 class BatchSizeError(UserError):
-    """Effective size, micro-batch size and accumulation steps contradict each other, or one of them is not a size.
+    """Effective batch size, micro-batch size and accumulation steps contradict each other, or one of them is invalid.
 
     Attributes:
         effective_batch_size: requested samples per step, over all ranks.
@@ -90,70 +67,45 @@ class BatchSizeError(UserError):
         world_size: number of ranks.
     """
 
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        effective_batch_size: int | None = None,
-        micro_batch_size: int | None = None,
-        accumulation_steps: int | None = None,
-        world_size: int | None = None,
-        code: str = "",
-    ) -> None:
-        super().__init__(message, code=code)
-        self.effective_batch_size = effective_batch_size
-        self.micro_batch_size = micro_batch_size
-        self.accumulation_steps = accumulation_steps
-        self.world_size = world_size
+    effective_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    accumulation_steps: int | None = None
+    world_size: int | None = None
 
 
 class DataError(UserError):
-    """A data set, loader or batch that cannot be split or trusted."""
+    """A data set, loader or batch that cannot be split into samples, or whose samples would be lost or repeated."""
 
 
 class LossError(UserError):
-    """A loss that breaks its declaration.
+    """A loss that contradicts its declaration (`ab.mean_over_samples` and others).
 
     Attributes:
-        term: name of the term that breaks it.
+        term: name of the term of the loss; "loss" if the loss has only one term.
         unit: the items of the declared mean, such as "samples".
-        cause: the finding of the first-step check, such as "sum", "mean", "joint" or "module"; None if another check
-            raised the error.
+        cause: the result of the check in the first step, such as "sum", "mean", "joint" or "module"; None if another
+            check raised the error.
     """
 
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        term: str | None = None,
-        unit: str | None = None,
-        cause: str | None = None,
-        code: str = "",
-    ) -> None:
-        super().__init__(message, code=code)
-        self.term = term
-        self.unit = unit
-        self.cause = cause
+    term: str | None = None
+    unit: str | None = None
+    cause: str | None = None
 
 
 class LoopError(UserError):
-    """A training loop that cannot be checked.
+    """A training loop that `anybatch check --loop` cannot run.
 
     Attributes:
-        parameters: names of the unknown or insufficient parameters.
+        parameters: the loop's parameters that anybatch does not recognise; all of them if a required one is missing.
         cause: class name of the error that the loop raised.
     """
 
-    def __init__(
-        self, message: str = "", *, parameters: tuple[str, ...] = (), cause: str | None = None, code: str = ""
-    ) -> None:
-        super().__init__(message, code=code)
-        self.parameters = parameters
-        self.cause = cause
+    parameters: tuple[str, ...] = ()
+    cause: str | None = None
 
 
 class ParameterError(UserError):
-    """Model and optimizer do not match."""
+    """The parameters of the model and of the optimizer do not match."""
 
 
 class PlanError(UserError):
@@ -161,11 +113,11 @@ class PlanError(UserError):
 
 
 class CannotPlanError(PlanError):
-    """A step cannot be traced without its device; find the size that fits by trying sizes on it."""
+    """A step cannot be traced without its device; let the engine try sizes on the device instead."""
 
 
 class CompositionError(UserError):
-    """Two features that do not compose."""
+    """Two features that cannot be combined."""
 
 
 class UnsupportedTorchError(AnyBatchError, RuntimeError):
@@ -177,21 +129,17 @@ class NonFiniteError(AnyBatchError, ArithmeticError):
 
     Attributes:
         step: number of the step, from 0 on.
-        updated: whether the optimizer had already applied this step; if so, return to a checkpoint.
+        updated: whether the optimizer had already applied this step; if so, resume from a checkpoint.
     """
 
-    def __init__(
-        self, message: str = "", *, step: int | None = None, updated: bool | None = None, code: str = ""
-    ) -> None:
-        super().__init__(message, code=code)
-        self.step = step
-        self.updated = updated
+    step: int | None = None
+    updated: bool | None = None
 
 
 class MemoryExhaustedError(AnyBatchError, RuntimeError):
-    """Out of memory, and smaller micro-batches cannot help. The message quotes torch's error and the line that raised.
+    """Out of memory, and smaller micro-batches cannot help. The message quotes torch's error and the line of your code.
 
-    `__cause__` is not set: torch's traceback would keep the exhausted memory alive.
+    `__cause__` is not set: torch's traceback would keep the tensors alive that filled the memory.
 
     Attributes:
         rank: the rank that ran out of memory.
@@ -200,53 +148,38 @@ class MemoryExhaustedError(AnyBatchError, RuntimeError):
         micro_batch_size: maximum samples of a micro-batch in this step.
     """
 
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        rank: int | None = None,
-        step: int | None = None,
-        phase: str | None = None,
-        micro_batch_size: int | None = None,
-        code: str = "",
-    ) -> None:
-        super().__init__(message, code=code)
-        self.rank = rank
-        self.step = step
-        self.phase = phase
-        self.micro_batch_size = micro_batch_size
+    rank: int | None = None
+    step: int | None = None
+    phase: str | None = None
+    micro_batch_size: int | None = None
 
 
 class DoesNotFitError(MemoryExhaustedError):
-    """The smallest micro-batches or the resident tensors do not fit in memory. Parameters are unchanged."""
+    """The smallest micro-batches, or weights and optimizer state alone, do not fit in memory. Weights are unchanged."""
 
 
 class CannotRedoError(MemoryExhaustedError):
-    """The step cannot be retried: other ranks wait in a collective it cannot serve, or its inputs have changed.
+    """Out of memory in a step that cannot be retried: other ranks wait in a collective, or its inputs have changed.
 
     Attributes:
-        smaller_micro_batch_size: the size to resume with from a checkpoint; None if the cut cannot get smaller.
+        smaller_micro_batch_size: the size to resume with from a checkpoint; None if micro-batches cannot get smaller.
     """
 
-    def __init__(self, message: str = "", *, smaller_micro_batch_size: int | None = None, **fields: Any) -> None:  # noqa: ANN401 (the fields of `MemoryExhaustedError`)
-        super().__init__(message, **fields)
-        self.smaller_micro_batch_size = smaller_micro_batch_size
+    smaller_micro_batch_size: int | None = None
 
 
 class HalfUpdatedError(MemoryExhaustedError):
-    """Out of memory during the update: parameters and optimizer may be half updated. Return to a checkpoint."""
+    """Out of memory during the update: parameters and optimizer may be half updated. Resume from a checkpoint."""
 
 
 class UpdateFailedError(AnyBatchError, RuntimeError):
-    """An update failed: parameters and optimizer may be half updated. Return to a checkpoint.
+    """An update failed: parameters and optimizer may be half updated. Resume from a checkpoint.
 
     Attributes:
         step: number of the step, from 0 on.
     """
 
-    def __init__(self, message: str = "", *, step: int | None = None, code: str = "") -> None:
-        super().__init__(message, code=code)
-        self.step = step
+    step: int | None = None
 
 
 class CheckpointError(AnyBatchError, RuntimeError):
@@ -256,9 +189,7 @@ class CheckpointError(AnyBatchError, RuntimeError):
         path: the checkpoint, or the file or folder in it that caused the error.
     """
 
-    def __init__(self, message: str = "", *, path: Path | None = None, code: str = "") -> None:
-        super().__init__(message, code=code)
-        self.path = path
+    path: Path | None = None
 
 
 class MissingCheckpointError(CheckpointError):
@@ -293,22 +224,12 @@ class DiskFullError(CheckpointError):
         free_bytes: free bytes on the file system.
     """
 
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        path: Path | None = None,
-        needed_bytes: int | None = None,
-        free_bytes: int | None = None,
-        code: str = "",
-    ) -> None:
-        super().__init__(message, path=path, code=code)
-        self.needed_bytes = needed_bytes
-        self.free_bytes = free_bytes
+    needed_bytes: int | None = None
+    free_bytes: int | None = None
 
 
 class WorldError(AnyBatchError, RuntimeError):
-    """Ranks failed to connect, or stopped agreeing."""
+    """Ranks cannot connect, contradict each other, or one of them failed."""
 
 
 class ReplicaError(WorldError):
@@ -316,19 +237,15 @@ class ReplicaError(WorldError):
 
     Attributes:
         ranks: the ranks that differ from rank 0.
-        names: the differing parameters and buffers that were found; the search may stop early.
+        names: differing parameters and buffers; not always all of them, because the search may stop early.
     """
 
-    def __init__(
-        self, message: str = "", *, ranks: tuple[int, ...] = (), names: tuple[str, ...] = (), code: str = ""
-    ) -> None:
-        super().__init__(message, code=code)
-        self.ranks = ranks
-        self.names = names
+    ranks: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 class RanksDifferError(WorldError):
-    """Ranks made different calls, or disagree about the step. Raised on all ranks, before the update.
+    """Ranks made different calls, or run different steps. Raised on all ranks, before the update.
 
     Attributes:
         step: number of this rank's step, from 0 on.
@@ -336,58 +253,36 @@ class RanksDifferError(WorldError):
         meant: each rank's own description of the step, in rank order, if available.
     """
 
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        step: int | None = None,
-        names: tuple[str, ...] = (),
-        meant: tuple[str, ...] = (),
-        code: str = "",
-    ) -> None:
-        super().__init__(message, code=code)
-        self.step = step
-        self.names = names
-        self.meant = meant
+    step: int | None = None
+    names: tuple[str, ...] = ()
+    meant: tuple[str, ...] = ()
 
 
 class RankFailedError(WorldError):
-    """Another rank failed first; the message carries its error.
+    """Another rank failed first; the message contains the error of that rank.
 
     Attributes:
         rank: the rank that failed; None if the process died without an error message (killed, for example).
         step: number of the step in which it failed, from 0 on; None between steps, or if unknown.
-        error_type: class name of its error, such as "NonFiniteError"; None if the process died without one.
-        reason: text of its error; empty if the process died without one.
+        error_type: class name of that rank's error, such as "NonFiniteError"; None if its process died without one.
+        reason: text of that rank's error; empty if its process died without one.
         smaller_micro_batch_size: the size to resume with from a checkpoint, as in `CannotRedoError`; None otherwise.
     """
 
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        rank: int | None = None,
-        step: int | None = None,
-        error_type: str | None = None,
-        reason: str = "",
-        smaller_micro_batch_size: int | None = None,
-        code: str = "",
-    ) -> None:
-        super().__init__(message, code=code)
-        self.rank = rank
-        self.step = step
-        self.error_type = error_type
-        self.reason = reason
-        self.smaller_micro_batch_size = smaller_micro_batch_size
+    rank: int | None = None
+    step: int | None = None
+    error_type: str | None = None
+    reason: str = ""
+    smaller_micro_batch_size: int | None = None
 
 
 def warn_user(message: str, code: str = "") -> None:
-    """Issue an `AnyBatchWarning` at the innermost line of the caller's code, outside anybatch and torch.
+    """Issue an `AnyBatchWarning` at the innermost line of the call stack that is outside anybatch and torch.
 
-    Python shows a warning once per line and text, so a warning in every step appears once.
+    Python shows a warning once per line and text, so a warning that is issued in every step appears once.
 
     Args:
-        message: what was found, both values, and the fix.
+        message: the problem, both values, and the fix.
         code: short name of the cause, for programs.
     """
     level, frame = 1, inspect.currentframe()

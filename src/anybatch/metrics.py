@@ -1,4 +1,4 @@
-"""Metrics of an evaluation that are no means over samples, such as the area under a curve."""
+"""Evaluation metrics that are not means over samples, such as the area under a curve."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
+from anybatch.core.loss import Loss
+from anybatch.core.tree import Batch
+
 
 @dataclass(frozen=True, slots=True)
 class OverWholeSet:
-    """A metric that is computed once, from what the model gives for all samples of an evaluation.
+    """A metric that is computed once, from the model's outputs for all samples of an evaluation.
 
     The plain loop: `compute(concatenate([function(model, batch) for batch in batches]))`.
 
@@ -23,11 +26,15 @@ class OverWholeSet:
     ```
 
     Args:
-        function: function (model, batch) -> a tensor, or a tuple, list or dict of tensors, each with one row for each
-            sample of the batch.
-        compute: function of these for all samples of all ranks, in the order of the data, on the CPU, called once on
-            every rank -> a number, or numbers by name.
+        function: function (model, batch) -> outputs: a tensor, or a tuple, list or dict of tensors, each with one row
+            for each sample of the batch.
+        compute: function (outputs for all samples of all ranks, in the order of the data, on the CPU) -> a number, or a
+            dict of numbers; called once on every rank.
     """
 
     function: Callable[[Any, Any], Any]
     compute: Callable[[Any], "float | torch.Tensor | Mapping[str, float | torch.Tensor]"]
+
+
+MetricFunction = Callable[[Any, Batch], Any]
+Metric = Loss | MetricFunction | OverWholeSet

@@ -1,7 +1,6 @@
-"""The gradient noise scale, measured with `Engine(noise=GradientNoise(...))`, and the best batch size for it."""
+"""The gradient noise scale, measured with `Engine(noise=GradientNoise(...))`, and the batch size that it suggests."""
 
-from anybatch.core.gradient_noise import BatchCost, NoiseEstimate
+from anybatch.core.gradient_noise import BatchCost, GradientNoise, NoiseEstimate
 from anybatch.core.learning_rate import noise_gain
-from anybatch.engine.gradient_noise import GradientNoise
 
 __all__ = ["BatchCost", "GradientNoise", "NoiseEstimate", "noise_gain"]

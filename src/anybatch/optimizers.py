@@ -1,4 +1,4 @@
-"""Several optimizers over parts of one model, as one: Muon for matrices beside AdamW for the rest, say."""
+"""Combine several optimizers into one, such as Muon for the matrices of a model and AdamW for all other parameters."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from anybatch.errors import ParameterError
 
 
 class CombinedOptimizer(Optimizer):
-    """Optimizers over different parameters that step together, where one optimizer is expected.
+    """One optimizer that steps several optimizers over different parameters of a model.
 
-    The plain loop: `for optimizer in optimizers: optimizer.step()`. Parameter groups are those of the optimizers, one
-    after the other, so a scheduler sets the learning rate of each in proportion to its own.
+    The plain loop: `for optimizer in optimizers: optimizer.step()`. Its parameter groups are the groups of all
+    optimizers, in order, so a scheduler multiplies each group's own learning rate by the same factor.
 
     ```python
     matrices = [p for p in model.parameters() if p.ndim == 2]
@@ -23,58 +23,61 @@ class CombinedOptimizer(Optimizer):
     ```
 
     Args:
-        optimizers: at least one; no parameter is in two of them. From here on they share one state, and belong to this.
+        optimizers: at least one; no parameter is in two of them. They share the state of the combined optimizer, so do
+            not use them separately afterwards.
 
     Raises:
-        ParameterError: there is none, or a parameter is in two of them.
+        ParameterError: no optimizer is given, or a parameter is in two of them.
     """
 
     def __init__(self, *optimizers: Optimizer) -> None:
-        given = [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
-        if not optimizers or len(set(given)) < len(given):
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        num_repeated = len(parameters) - len(set(parameters))
+        if not optimizers or num_repeated:
             message = (
-                f"CombinedOptimizer got {len(optimizers)} optimizers with {len(given)} parameters, of which "
-                f"{len(given) - len(set(given))} are in several. Give at least one, and each parameter to one of them."
+                f"{num_repeated} of {len(parameters)} parameters are in several of the {len(optimizers)} optimizers. "
+                "Pass at least one optimizer, and each parameter in only one of them."
             )
             raise ParameterError(message)
         self.optimizers = optimizers
-        super().__init__([dict(group) for one in optimizers for group in one.param_groups], {})
+        super().__init__([dict(group) for group in groups], {})
         state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        for one in optimizers:
-            state.update(one.state)
+        for optimizer in optimizers:
+            state.update(optimizer.state)
         self.state = state
-        # The very groups of the optimizers, so that a learning rate that is set here is the one that they use.
-        self.param_groups = [group for one in optimizers for group in one.param_groups]
+        # The same dicts as in the optimizers, so that they use a learning rate that is set here.
+        self.param_groups = groups
         self._share()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step every optimizer, in order."""
         loss = None if closure is None else closure()
-        for one in self.optimizers:
-            one.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state, in every optimizer."""
+        """Load a state into every optimizer."""
         super().load_state_dict(state_dict)
         self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse groups, once made: which optimizer they would belong to is not known.
+        """Refuse a new group, because it is unknown which optimizer should get it.
 
         Raises:
-            ParameterError: always, but while it is made.
+            ParameterError: always, except while the constructor adds its own groups.
         """
-        if len(self.param_groups) == sum(len(one.param_groups) for one in self.optimizers):
-            message = "add the group to one of the optimizers, and combine them again."
+        if len(self.param_groups) == sum(len(optimizer.param_groups) for optimizer in self.optimizers):
+            message = "CombinedOptimizer takes no new groups. Add it to one of the optimizers, and combine them again."
             raise ParameterError(message)
         super().add_param_group(param_group)
 
     def _share(self) -> None:
-        """Have every optimizer use this one's state and groups."""
-        first = 0
-        for one in self.optimizers:
-            last = first + len(one.param_groups)
-            one.state, one.param_groups = self.state, self.param_groups[first:last]
-            first = last
+        """Make every optimizer use this optimizer's state and groups."""
+        start = 0
+        for optimizer in self.optimizers:
+            stop = start + len(optimizer.param_groups)
+            optimizer.state, optimizer.param_groups = self.state, self.param_groups[start:stop]
+            start = stop

@@ -14,7 +14,7 @@ class PrintLoss:  # any object with this method is an `ab.Observer`
 engine = ab.Engine(model, optimizer, loss, observer=Observers(PrintLoss(), ab.JsonlLog("events.jsonl")))
 ```
 
-New kinds of record and new fields may be added, so an observer ignores kinds that it does not know.
+Later versions may add kinds of records and fields, so an observer should ignore kinds that it does not handle.
 """
 
 from anybatch.core.records import (

@@ -1,4 +1,4 @@
-"""Why more ranks are not proportionally faster: measured here with `measure_scaling`, forecast with `forecast`."""
+"""Why N ranks are less than N times as fast: measured with `measure_scaling`, predicted with `forecast`."""
 
 from anybatch.diagnostics.scale import measure_scaling, scale_on_ranks
 from anybatch.planner.forecast import forecast

@@ -1,11 +1,9 @@
-"""Learning rates that fit the effective batch size: scaling, warm-up, schedules, and batches that grow."""
+"""Learning rates for an effective batch size: scaling rules, warm-up and schedules; and batch sizes that grow."""
 
-from anybatch.core.learning_rate import AdaScale, ScaledRate, scale_optimizer, scale_rate
+from anybatch.core.learning_rate import ScaledRate, scale_optimizer, scale_rate
 from anybatch.core.schedules import (
     BatchRamp,
-    Constant,
     Cosine,
-    LinearDecay,
     WarmUp,
     attach_schedule,
     join_schedules,
@@ -14,11 +12,8 @@ from anybatch.core.schedules import (
 )
 
 __all__ = [
-    "AdaScale",
     "BatchRamp",
-    "Constant",
     "Cosine",
-    "LinearDecay",
     "ScaledRate",
     "WarmUp",
     "attach_schedule",

@@ -1,4 +1,4 @@
-"""A run's state on disk: saved as a whole or not at all, checked byte by byte when it is loaded, never code."""
+"""A run's state on disk: saved completely or not at all, without code, and checked byte by byte when loaded."""
 
 from anybatch.checkpoints.files import list_checkpoints, step_of
 from anybatch.checkpoints.loading import LoadedCheckpoint, SkippedCheckpoint, export, load, load_latest

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint and its files: the state, its tensors, and their digests, which are written last.
+"""The folder of a checkpoint and its files: state, tensors, and the digests of both, which are written last.
 
 ```text
 step-00000120            a checkpoint
@@ -7,8 +7,8 @@ step-00000120.saving     being written, or left by a killed run; never read
 step-00000120.deleting   being removed, or left by a killed run; never read
 ```
 
-A folder gets a readable name by one rename, after all of it is on the disk, and loses it by one rename before any file
-is removed. So a folder with such a name is always complete.
+A folder is renamed to the name of a checkpoint when all of it is on the disk, and renamed to ".deleting" before any of
+its files is removed. So a folder with the name of a checkpoint is always complete.
 
 Tensors are in one file, `tensors.safetensors`, or in one file of parts for each process that saved:
 `tensors-00001-of-00004.safetensors`. All files are readable without anybatch: two are JSON, the others safetensors.
@@ -42,9 +42,9 @@ STATE, TENSORS, DIGESTS = "state.json", "tensors.safetensors", "digests.json"
 VERSION: Final = 1
 _PART: Final = re.compile(r"tensors-(\d{5,})-of-(\d{5,})\.safetensors")
 _HEAD: Final = {"format": "anybatch checkpoint", "version": VERSION}
-_UNREADABLE: Final = frozenset({errno.ELOOP, errno.EIO})
-"""Errors of one path alone: a link in a circle, a bad sector."""
-_CURE = "Load an older checkpoint (load_latest does so automatically), and remove this one."
+_NOT_A_FOLDER: Final = frozenset({errno.ENOTDIR, errno.ELOOP, errno.EIO})
+"""Errors that concern one path: it is a file, a circular link, or on a bad sector."""
+_REMEDY = "Load an older checkpoint (load_latest does so automatically), and remove this one."
 
 
 class Disk:
@@ -54,12 +54,12 @@ class Disk:
     """
 
     def make_folder(self, path: Path, /) -> None:
-        """Make a folder that does not exist yet; its parent does."""
+        """Make a new folder in an existing one."""
         path.mkdir()
 
     def create(self, path: Path, /) -> FileIO:
         """Open a new file, to be written without a buffer."""
-        # Unbuffered, so that an error comes from the write that it belongs to, and a sync leaves nothing unwritten.
+        # Unbuffered, so that each error comes from the write that caused it, and a sync leaves nothing unwritten.
         return path.open("xb", buffering=0)
 
     def write(self, file: FileIO, block: bytes | memoryview, /) -> None:
@@ -96,7 +96,7 @@ class Disk:
 
     def free_bytes(self, path: Path, /) -> int:
         """Return how many bytes an ordinary user can write where the folder `path` is, or will be."""
-        existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+        existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         return shutil.disk_usage(existing).free
 
 
@@ -119,13 +119,13 @@ def part_name(process: int, num_processes: int) -> str:
 
 
 def tensor_files(digests: Mapping[str, Digest]) -> tuple[str, ...]:
-    """Return the names of the tensor files among the files of a checkpoint, in order."""
+    """Return the sorted names of the tensor files among all files of a checkpoint."""
     return tuple(sorted(name for name in digests if name != STATE))
 
 
 def _are_of_one_checkpoint(names: Iterable[str]) -> bool:
-    found = set(names) - {STATE}
-    return STATE in names and bool(found) and found == {part_name(one, len(found)) for one in range(len(found))}
+    files = set(names) - {STATE}
+    return STATE in names and bool(files) and files == {part_name(n, len(files)) for n in range(len(files))}
 
 
 def json_bytes(body: Mapping[str, Any]) -> bytes:
@@ -136,12 +136,12 @@ def json_bytes(body: Mapping[str, Any]) -> bytes:
 
 
 def digests_bytes(digests: Mapping[str, Digest]) -> bytes:
-    """Return the file with the digests of the others."""
+    """Return the content of the digests file, which has the digests of all other files."""
     return json_bytes({"files": {name: asdict(digest) for name, digest in digests.items()}})
 
 
 def write_file(path: Path, blocks: Iterable[bytes | memoryview], *, disk: Disk) -> Digest:
-    """Write and sync a new file, and return its digest; remove the file after an error of the disk."""
+    """Write and sync a new file, and return its digest; remove the file after an OSError."""
     sha256, num_bytes = hashlib.sha256(), 0
     with disk.create(path) as file:
         try:
@@ -151,7 +151,7 @@ def write_file(path: Path, blocks: Iterable[bytes | memoryview], *, disk: Disk) 
                 num_bytes += len(block)
             disk.sync(file)
         except OSError:
-            # The message about a full disk counts the free bytes afterwards.
+            # So that the message about a full disk reports the bytes that are free without this file.
             with suppress(OSError):
                 disk.remove_file(path)
             raise
@@ -169,11 +169,11 @@ def has_digests(path: Path) -> bool:
 def read_digests(path: Path) -> dict[str, Digest]:
     """Return the digests of the checkpoint `path`."""
     _refuse_foreign(path)
-    with opened(path / DIGESTS) as file:
+    with open_explained(path / DIGESTS) as file:
         content = file.read()
     body = parsed(content)
     if body is None or body.get("format") != _HEAD["format"]:
-        message = f"{path / DIGESTS} is damaged: its {len(content)} bytes are not a file of digests. {_CURE}"
+        message = f"{path / DIGESTS} is damaged: its {len(content)} bytes are not a file of digests. {_REMEDY}"
         raise DamagedCheckpointError(message, path=path / DIGESTS)
     # Checked first, because a newer version may write other keys.
     _refuse_newer(path, body.get("version"))
@@ -183,27 +183,27 @@ def read_digests(path: Path) -> dict[str, Digest]:
         digests = {}
     # Encoding it again must give the same bytes; this detects any changed byte.
     if not _are_of_one_checkpoint(digests.keys()) or digests_bytes(digests) != content:
-        message = f"{path / DIGESTS} is damaged: its {len(content)} bytes are not what this version writes. {_CURE}"
+        message = f"{path / DIGESTS} is damaged: its {len(content)} bytes are not what this version writes. {_REMEDY}"
         raise DamagedCheckpointError(message, path=path / DIGESTS)
     return digests
 
 
 @contextmanager
-def intact(path: Path, digest: Digest) -> Iterator[BufferedReader]:
+def open_intact(path: Path, digest: Digest) -> Iterator[BufferedReader]:
     """Open a file after comparing its length and SHA-256 with `digest`."""
-    with opened(path) as file:
+    with open_explained(path) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes < digest.num_bytes:
             message = (
-                f"{path} is truncated: it has {num_bytes} of the {digest.num_bytes} bytes that were written. {_CURE}"
+                f"{path} is truncated: it has {num_bytes} of the {digest.num_bytes} bytes that were written. {_REMEDY}"
             )
             raise TruncatedCheckpointError(message, path=path)
         if num_bytes > digest.num_bytes:
-            message = f"{path} is damaged: it has {num_bytes} bytes, and {digest.num_bytes} were written. {_CURE}"
+            message = f"{path} is damaged: it has {num_bytes} bytes, and {digest.num_bytes} were written. {_REMEDY}"
             raise DamagedCheckpointError(message, path=path)
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         if sha256 != digest.sha256:
-            message = f"{path} is damaged: its SHA-256 is {sha256}, and {digest.sha256} was written. {_CURE}"
+            message = f"{path} is damaged: its SHA-256 is {sha256}, and {digest.sha256} was written. {_REMEDY}"
             raise DamagedCheckpointError(message, path=path)
         # Read once for the digest and once to parse, so that only verified bytes are parsed.
         file.seek(0)
@@ -211,50 +211,50 @@ def intact(path: Path, digest: Digest) -> Iterator[BufferedReader]:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BufferedReader]:
-    """Open a file of a checkpoint, with an explanation if that fails."""
+def open_explained(path: Path) -> Iterator[BufferedReader]:
+    """Open a file of a checkpoint; raise an error with an explanation if that fails."""
     try:
         # Links are followed. Opening a FIFO would block.
         if not path.is_file():
-            message = f"{path} is missing from the checkpoint: no such file. {_CURE}"
+            message = f"{path} is missing from the checkpoint: no such file. {_REMEDY}"
             raise DamagedCheckpointError(message, path=path)
         with path.open("rb") as file:
             yield file
     except PermissionError as error:
         raise access_error(path, error) from error
     except OSError as error:
-        # A bad sector gives EIO; other errors say nothing about the checkpoint.
+        # A bad sector gives EIO; other errors do not show damage.
         if error.errno != errno.EIO:
             raise
-        message = f"{path} is damaged: the disk does not give its bytes ({error}). {_CURE}"
+        message = f"{path} is damaged: it cannot be read from the disk ({error}). {_REMEDY}"
         raise DamagedCheckpointError(message, path=path) from error
 
 
 def access_error(path: Path, error: OSError) -> CheckpointAccessError:
     """Return the error to raise where the system refuses `path`."""
     user = f" (user {os.geteuid()})" if hasattr(os, "geteuid") else ""
-    message = (
-        f"{error.filename or path} is not permitted to this process{user}: {error.strerror}. Correct its permissions."
-    )
+    message = f"this process{user} may not access {error.filename or path}: {error.strerror}. Correct its permissions."
     return CheckpointAccessError(message, path=Path(error.filename or path))
 
 
-def _refuse_foreign(path: Path) -> None:
+def _names_in(path: Path, remedy: str) -> set[str]:
+    """Return the names in a folder; raise an error with an explanation and `remedy` if that fails."""
     try:
-        names = {entry.name for entry in path.iterdir()}
+        return {entry.name for entry in path.iterdir()}
     except FileNotFoundError as error:
         message = f"no checkpoint at {path}: no such folder. See list_checkpoints(folder)."
         raise MissingCheckpointError(message, path=path) from error
-    except NotADirectoryError as error:
-        message = f"{path} is not a checkpoint: it is not a folder. Give the folder that contains {DIGESTS}."
-        raise NotACheckpointError(message, path=path) from error
     except PermissionError as error:
         raise access_error(path, error) from error
     except OSError as error:
-        if error.errno not in _UNREADABLE:
+        if error.errno not in _NOT_A_FOLDER:
             raise
-        message = f"{path} cannot be read as a folder ({error.strerror}). {_CURE}"
+        message = f"{path} cannot be read as a folder ({error.strerror}). {remedy}"
         raise NotACheckpointError(message, path=path) from error
+
+
+def _refuse_foreign(path: Path) -> None:
+    names = _names_in(path, _REMEDY)
     if not names & {STATE, TENSORS, DIGESTS} and not any(map(_PART.fullmatch, names)):
         message = (
             f"{path} is not a checkpoint: it contains {', '.join(sorted(names)[:4]) or 'nothing'}, and none of "
@@ -266,20 +266,20 @@ def _refuse_foreign(path: Path) -> None:
 def _refuse_newer(path: Path, version: object) -> None:
     if not isinstance(version, int) or version <= VERSION:
         return
-    with opened(path / STATE) as file:
+    with open_explained(path / STATE) as file:
         body = parsed(file.read())
-    if body is None or body.get("version") != version:  # both files say it, or one of them is damaged
-        message = f"{path / DIGESTS} is damaged: it is of version {version}, and {STATE} is not. {_CURE}"
+    if body is None or body.get("version") != version:  # a newer anybatch writes it to both files
+        message = f"{path / DIGESTS} is damaged: its format version is {version}, but {STATE} has another. {_REMEDY}"
         raise DamagedCheckpointError(message, path=path / DIGESTS)
     message = (
-        f"{path} is of format version {version}, and this anybatch knows versions up to {VERSION}. "
-        "Load it with the anybatch that wrote it, or a newer one."
+        f"{path} has format version {version}, but this anybatch reads versions up to {VERSION}. Use the version of "
+        "anybatch that wrote it, or a newer one."
     )
     raise NewerCheckpointError(message, path=path)
 
 
 def parsed(content: bytes) -> dict[str, Any] | None:
-    """Return a JSON object; None for anything else."""
+    """Return the JSON object in `content`; None for anything else."""
     try:
         body = json.loads(content)
     except (ValueError, RecursionError):
@@ -320,20 +320,12 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
         NotACheckpointError: `folder` is not a folder.
         CheckpointAccessError: no permission to read it.
     """
+    folder = Path(folder)
     try:
-        paths = [path for path in Path(folder).iterdir() if _CHECKPOINT.fullmatch(path.name)]
-    except FileNotFoundError:
+        names = _names_in(folder, "Pass the folder that was passed to save.")
+        paths = [folder / name for name in names if _CHECKPOINT.fullmatch(name)]
+    except MissingCheckpointError:
         return ()
-    except NotADirectoryError as error:
-        message = f"{folder} is not a folder of checkpoints but a file. Give the folder that save was given."
-        raise NotACheckpointError(message, path=Path(folder)) from error
-    except PermissionError as error:
-        raise access_error(Path(folder), error) from error
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        message = f"{folder} is a symbolic link to itself. Give the folder that save was given."
-        raise NotACheckpointError(message, path=Path(folder)) from error
     # The former checkpoint of a step comes before its replacement, so that the newest is last.
     return tuple(sorted(paths, key=lambda path: (step_of(path), not path.suffix)))
 
@@ -348,7 +340,7 @@ def make_folders(folder: Path, *, disk: Disk) -> None:
 
 
 def tidy(folder: Path, *, disk: Disk) -> list[str]:
-    """Remove half-written and half-removed folders of killed runs, and undo half a replacement; return failures."""
+    """Remove incomplete folders of killed runs, and undo an interrupted replacement; return messages about failures."""
     failures = []
     for path in sorted(folder.iterdir()):
         if _HALF_WRITTEN.fullmatch(path.name):
@@ -357,7 +349,7 @@ def tidy(folder: Path, *, disk: Disk) -> list[str]:
             try:
                 remove(path, disk=disk)
             except OSError as error:
-                failures.append(f"{path} was to be removed, and could not be: {error}.")
+                failures.append(f"could not remove {path}: {error}.")
         # A run killed between the two renames of `put_in_place` left only the former checkpoint.
         elif _CHECKPOINT.fullmatch(path.name) and path.suffix and not os.path.lexists(path.with_suffix("")):
             disk.rename(path, path.with_suffix(""))
@@ -365,15 +357,15 @@ def tidy(folder: Path, *, disk: Disk) -> list[str]:
 
 
 def put_in_place(partial: Path, target: Path, *, disk: Disk) -> None:
-    """Rename a written folder; an existing folder of that name stays readable under another name until then."""
+    """Rename `partial` to `target`, and an existing `target` before it, so that one of the two can always be read."""
     former = target.with_suffix(REPLACED)
-    # A broken link is in the way, too.
+    # `target` may also be a broken link.
     if not os.path.lexists(target):
         disk.rename(partial, target)
     else:
         if os.path.lexists(former):
             discard(former, disk=disk)
-        # POSIX cannot swap two folders atomically. Between these renames the former one is readable by its name.
+        # POSIX cannot swap two folders atomically. Between these renames the former checkpoint is `former`.
         disk.rename(target, former)
         try:
             disk.rename(partial, target)
@@ -385,14 +377,14 @@ def put_in_place(partial: Path, target: Path, *, disk: Disk) -> None:
 
 
 def prune(folder: Path, *, step: int, keep_last: int, disk: Disk) -> list[str]:
-    """Remove the oldest checkpoints up to `step`, except `keep_last` and the new one; return failures.
+    """Remove all but the `keep_last` newest checkpoints up to `step`, the new one included; return failures.
 
     Checkpoints of later steps belong to another branch of the run; they are neither counted nor removed.
     """
-    upto = [path for path in list_checkpoints(folder) if step_of(path) <= step]
-    # A former checkpoint without its successor is the only one of its step, and counts.
-    former = [path for path in upto if path.suffix and path.with_suffix("") in upto]
-    current = [path for path in upto if path not in former]
+    earlier = [path for path in list_checkpoints(folder) if step_of(path) <= step]
+    # A ".replaced" folder without its replacement is the only checkpoint of its step, and counts.
+    former = [path for path in earlier if path.suffix and path.with_suffix("") in earlier]
+    current = [path for path in earlier if path not in former]
     failures = []
     for path in former + current[:-keep_last]:
         try:

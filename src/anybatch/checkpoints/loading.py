@@ -1,4 +1,4 @@
-"""Load or export: check every byte of a checkpoint, then read it; fall back to an older one if it is damaged."""
+"""Load and export checkpoints: check every byte before reading; fall back to an older one if one is damaged."""
 
 import json
 import os
@@ -15,9 +15,9 @@ from anybatch.checkpoints.files import (
     STATE,
     folder_name,
     has_digests,
-    intact,
     list_checkpoints,
-    opened,
+    open_explained,
+    open_intact,
     parsed,
     read_digests,
     step_in_name,
@@ -38,7 +38,7 @@ from anybatch.errors import (
 
 @dataclass(frozen=True, slots=True)
 class SkippedCheckpoint:
-    """A skipped checkpoint.
+    """A checkpoint that was skipped in loading.
 
     Attributes:
         path: its folder.
@@ -56,7 +56,7 @@ class LoadedCheckpoint:
     Attributes:
         path: its folder.
         state: the saved state.
-        skipped: damaged newer ones, newest first. Show them to the user: the steps between are lost.
+        skipped: damaged newer checkpoints, newest first. Report them to the user: the steps since `path` are lost.
     """
 
     path: Path
@@ -80,24 +80,24 @@ def load(path: str | os.PathLike[str]) -> dict[Any, Any]:
     """
     path = Path(path)
     verify(path)
-    with stored_state(path) as state, _of_this_version(path):
-        found: dict[Any, Any] = read_stored(state)
-    return found
+    with stored_state(path) as state, _format_errors_explained(path):
+        loaded: dict[Any, Any] = read_stored(state)
+    return loaded
 
 
 def verify(path: Path, *, process: int = 0, num_processes: int = 1) -> None:
-    """Compare the files of a checkpoint with their digests; several processes may share the files of parts."""
+    """Compare the files of a checkpoint with their digests; several processes may divide the tensor files."""
     digests = read_digests(path)
     names = tensor_files(digests)
-    own = names[process::num_processes] if len(names) > 1 else names
-    for name in (STATE, *own):
-        with intact(path / name, digests[name]) as file:
+    checked = names[process::num_processes] if len(names) > 1 else names
+    for name in (STATE, *checked):
+        with open_intact(path / name, digests[name]) as file:
             if name == STATE:
                 _refuse_renamed(path, file.read())
 
 
 def _refuse_renamed(path: Path, state: bytes) -> None:
-    """Refuse a checkpoint under the name of another step, which might be taken for the newest."""
+    """Refuse a checkpoint with another step in its name, because it could be mistaken for the newest."""
     named, saved = step_in_name(path), (parsed(state) or {}).get("step")
     if named is not None and saved is not None and named != saved:
         message = (
@@ -112,20 +112,22 @@ def stored_state(path: Path) -> Iterator[dict[Any, Any]]:
     """Open a verified checkpoint; yields its state with `StoredTensor`s, readable inside the `with`."""
     names = tensor_files(read_digests(path))
     with ExitStack() as stack:
-        with _of_this_version(path):
-            with opened(path / STATE) as file:
+        with _format_errors_explained(path):
+            with open_explained(path / STATE) as file:
                 body = json.loads(file.read())
-            files = [stack.enter_context(opened(path / name)) for name in names]
+            files = [stack.enter_context(open_explained(path / name)) for name in names]
             state: dict[Any, Any] = unpack(body["state"], stored_tensors(files))
         yield state
 
 
 @contextmanager
-def _of_this_version(path: Path) -> Iterator[None]:
+def _format_errors_explained(path: Path) -> Iterator[None]:
     try:
         yield
-    except (LookupError, TypeError, ValueError) as error:  # its digests hold, so it was written like this
-        message = f"{path} is intact, but not what this version writes ({error!r}). Load an older checkpoint."
+    except (LookupError, TypeError, ValueError) as error:  # the digests match, so it was written like this
+        message = (
+            f"{path} is intact, but this version of anybatch cannot read it ({error!r}). Load an older checkpoint."
+        )
         raise DamagedCheckpointError(message, path=path) from error
 
 
@@ -133,7 +135,7 @@ def load_latest(folder: str | os.PathLike[str]) -> LoadedCheckpoint:
     """Load the newest intact checkpoint in `folder`, and list the damaged ones that were skipped.
 
     An intact checkpoint that cannot be used is not skipped: a fixable problem, such as permissions or the version of
-    anybatch, must not cost the steps since an older one.
+    anybatch, must not lose the steps since an older one.
 
     Raises:
         MissingCheckpointError: the folder has no checkpoints.
@@ -155,7 +157,7 @@ def newest_intact(
 ) -> LoadedCheckpoint:
     """Return the newest checkpoint of `paths`, newest last, that can be read, and the damaged ones that were skipped.
 
-    `folder` is the folder of the checkpoints, or the only checkpoint, whose damage is raised. `read` verifies a
+    `folder` is the folder of the checkpoints, or the only checkpoint, whose error is raised. `read` verifies a
     checkpoint, and may return its state.
     """
     if paths == (folder,):
@@ -213,7 +215,7 @@ def export(checkpoint: str | os.PathLike[str], file: str | os.PathLike[str], *, 
         if averaged and state["average"] is None:
             message = f"{path} has no averaged weights. Build the engine with average_decay=0.999, say."
             raise CheckpointError(message, path=path)
-        tensors, tied = _named_once(state["model"], state["average"] if averaged else {}, path)
+        tensors, tied = _by_first_name(state["model"], state["average"] if averaged else {}, path)
         laid_out = file_layout(tensors, metadata=tied)
         draft = target.with_name(target.name + ".saving")
         with file_errors_explained(target, laid_out.num_bytes, LOCAL_DISK):
@@ -228,25 +230,25 @@ def export(checkpoint: str | os.PathLike[str], file: str | os.PathLike[str], *, 
     return target
 
 
-def _named_once(
+def _by_first_name(
     model: dict[str, object], average: dict[str, StoredTensor], path: Path
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return each tensor of a model under its first name, and its other names."""
+    """Return the tensors of a model by their first names, and for each other name the first one."""
     names: dict[object, list[str]] = defaultdict(list)
     for name, value in model.items():
         if isinstance(value, StoredTensor):
             names[value.key].append(name)
     left_out = [name for name, value in model.items() if not isinstance(value, StoredTensor)]
     if left_out:
-        message = f"{', '.join(left_out)} of {path}: no tensors, and left out of the export."
+        message = f"{', '.join(left_out)} of {path} are not tensors, so the export leaves them out."
         warnings.warn(message, stacklevel=3)
     tensors: dict[str, StoredTensor] = {}
     for first, *others in names.values():
         # The average has a tied weight under one of its names.
-        found = next((average[name] for name in (first, *others) if name in average), model[first])
-        assert isinstance(found, StoredTensor)
-        if found.dtype not in STANDARD_DTYPES:
-            message = f"{first!r} is of {found.dtype}, which safetensors lacks. Convert the model before saving."
+        tensor = next((average[name] for name in (first, *others) if name in average), model[first])
+        assert isinstance(tensor, StoredTensor)
+        if tensor.dtype not in STANDARD_DTYPES:
+            message = f"{first!r} is of {tensor.dtype}, which safetensors lacks. Convert the model before saving."
             raise UserError(message)
-        tensors[first] = found
+        tensors[first] = tensor
     return tensors, {other: first for first, *others in names.values() for other in others}

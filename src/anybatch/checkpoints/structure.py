@@ -4,7 +4,7 @@ JSON's own types are stored unchanged: null, true and false, finite floats, inte
 objects for dicts whose keys are text. Everything else is an object with a first key that begins with "$":
 
 ```text
-{"$tensor": name}                   the tensor of that name; with "dtype" where the format knows only its bytes
+{"$tensor": name}                   the tensor of that name; with "dtype" if it is stored as bytes
 {"$int": "0x..."}                   an integer of more than 64 bits
 {"$float": "nan 7ff8000000000000"}  NaN and the infinities, with their bits
 {"$text": hex}, {"$bytes": hex}     text that is not Unicode (UTF-8 with surrogates), and bytes
@@ -13,30 +13,31 @@ objects for dicts whose keys are text. Everything else is an object with a first
 ```
 """
 
-import dataclasses
 import math
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
 from types import NoneType
 from typing import Any, Final
 
 import torch
 
 from anybatch.checkpoints.tensors import STANDARD_DTYPES, StoredTensor, as_standard
-from anybatch.checkpoints.torch_internals import layer_versions, set_layer_versions
+from anybatch.core.torch_internals import layer_versions, set_layer_versions
 from anybatch.errors import NewerCheckpointError, UserError
 
-# Below Python's recursion limit, so that a state that contains itself gets a message with its place.
+_ALLOWED = (
+    "A state can have dicts, lists, tuples, numbers, text, bytes, None and tensors, but no subclasses: convert "
+    "it with dict(...), tuple(...), int(...), float(...), dataclasses.asdict(...) or torch.from_numpy(...)."
+)
+# Below Python's recursion limit, so that a state that contains itself raises an error with its location.
 _MAX_DEPTH = 100
 # The signed 64-bit integers that JSON readers of other languages support.
 _MAX_INT_BITS = 63
-_NEAREST: Final = {Mapping: "dict", tuple: "tuple", list: "list", str: "str", Integral: "int", Real: "float"}
 _MAPPINGS: Final = {dict: "$dict", OrderedDict: "$ordered_dict", Counter: "$counter"}
 Keys = tuple[Any, ...]
-"""The keys and positions on the way from a state to a value in it."""
+"""The keys and list positions that lead from a state to a value in it."""
 
 
 class TensorPart:  # not a dataclass, which tree functions would treat as a container
@@ -48,20 +49,20 @@ class TensorPart:  # not a dataclass, which tree functions would treat as a cont
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedState:
-    """A packed state: JSON data, and this process's tensors by name, each memory once."""
+    """A packed state: JSON data, and this process's tensors by name; tensors that share memory occur once."""
 
     structure: Any
     parts: Mapping[str, TensorPart]
 
 
 def pack(state: Mapping[Any, Any], *, has_others: bool) -> PackedState:
-    """Pack a state of whole tensors and `TensorPart`s without copying them; refuse what cannot be restored unchanged.
+    """Pack a state of whole tensors and `TensorPart`s without copying them; refuse other values.
 
-    With `has_others`, a tensor without data (on device "meta") is one of other processes.
+    With `has_others`, a tensor without data (on device "meta") belongs to another process.
     """
     packer = _Packer(has_others=has_others)
     structure = packer.pack(state, ())
-    return PackedState(structure, {name: held for name, held in packer.parts.items() if not held.part.is_meta})
+    return PackedState(structure, {name: local for name, local in packer.parts.items() if not local.part.is_meta})
 
 
 def read_stored(value: Any, known: dict[object, torch.Tensor] | None = None) -> Any:  # noqa: ANN401 (a nested state)
@@ -88,7 +89,7 @@ def unpack(structure: Any, tensors: Mapping[str, StoredTensor]) -> Any:  # noqa:
     if not isinstance(structure, dict):
         return structure
     tag = next(iter(structure), "")
-    # A dict whose own keys begin with $ was written as pairs under a tag, so this one is an ordinary dict.
+    # A dict with a key that begins with $ is written as pairs under a tag, so this is an ordinary dict.
     if not tag.startswith("$"):
         return {key: unpack(value, tensors) for key, value in structure.items()}
     if tag == "$tensor":
@@ -109,7 +110,7 @@ class _Packer:
     def pack(self, value: Any, keys: Keys) -> Any:  # noqa: ANN401 (a nested state)
         if len(keys) > _MAX_DEPTH:
             message = (
-                f"{_place(keys[:4])}... is nested more than {_MAX_DEPTH} levels deep, or contains itself. Flatten it."
+                f"{_location(keys[:4])}... is nested more than {_MAX_DEPTH} levels deep or contains itself. Flatten it."
             )
             raise UserError(message)
         kind = type(value)  # exactly: a subclass could not be restored as such
@@ -122,18 +123,18 @@ class _Packer:
         if kind in _MAPPINGS:
             return self._mapping(value, keys)
         tensor = value.part if kind is TensorPart else value
-        _refuse_unless(isinstance(tensor, torch.Tensor), keys, _named(kind), _remedy(value))
-        _refuse_odd(tensor, keys, has_others=self._has_others)
-        held = value if kind is TensorPart else TensorPart(tensor, tuple(tensor.shape), (0,) * tensor.dim())
-        return self._tensor(held, keys)
+        _refuse_unless(isinstance(tensor, torch.Tensor), keys, _typename(kind), _ALLOWED)
+        _refuse_unsupported(tensor, keys, has_others=self._has_others)
+        part = value if kind is TensorPart else TensorPart(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+        return self._tensor(part, keys)
 
     def _items(self, values: Iterable[Any], keys: Keys) -> list[Any]:
         return [self.pack(value, (*keys, position)) for position, value in enumerate(values)]
 
     def _mapping(self, values: Mapping[Any, Any], keys: Keys) -> dict[str, Any]:
         for key in values:
-            remedy = "Its keys must be text or integers: use str(key), or a list of pairs."
-            _refuse_unless(type(key) in {str, int}, keys, f"a dict with the key {key!r} of {_named(type(key))}", remedy)
+            fix = "Its keys must be text or integers: use str(key), or a list of pairs."
+            _refuse_unless(type(key) in {str, int}, keys, f"a dict with the key {key!r} of {_typename(type(key))}", fix)
         pairs = [(key, self.pack(value, (*keys, key))) for key, value in values.items()]
         # The common case is readable JSON; other dicts become lists of pairs, which keep types and order.
         if type(values) is dict and all(type(key) is str and _is_unicode(key) and key[:1] != "$" for key in values):
@@ -144,15 +145,15 @@ class _Packer:
             tagged["metadata"] = self.pack(metadata, (*keys, "_metadata"))
         return tagged
 
-    def _tensor(self, held: TensorPart, keys: Keys) -> dict[str, str]:
-        tensor = held.part
+    def _tensor(self, local: TensorPart, keys: Keys) -> dict[str, str]:
+        tensor = local.part
         memory = _memory(tensor)
-        # Tied weights are written once, and are one tensor again after loading.
+        # Tied weights are written once, and share memory again after loading.
         if memory not in self._names:
             self._names[memory] = name = self._free_name(keys)
             standard = as_standard(tensor)
-            more_axes = standard.shape[tensor.dim() :]
-            self.parts[name] = TensorPart(standard, (*held.shape, *more_axes), (*held.offset, *(0 for _ in more_axes)))
+            more = standard.shape[tensor.dim() :]
+            self.parts[name] = TensorPart(standard, (*local.shape, *more), (*local.offset, *(0 for _ in more)))
         reference = {"$tensor": self._names[memory]}
         if tensor.dtype not in STANDARD_DTYPES:
             reference["dtype"] = str(tensor.dtype).removeprefix("torch.")
@@ -176,10 +177,10 @@ def _memory(tensor: torch.Tensor) -> Any:  # noqa: ANN401 (a key)
     return (tensor.device, tensor.dtype, *view)
 
 
-def _refuse_odd(tensor: torch.Tensor, keys: Keys, *, has_others: bool) -> None:
+def _refuse_unsupported(tensor: torch.Tensor, keys: Keys, *, has_others: bool) -> None:
     plain = type(tensor) in {torch.Tensor, torch.nn.Parameter}
     _refuse_unless(
-        plain, keys, _named(type(tensor)), "Make it a plain tensor first: full_tensor() gathers a sharded one."
+        plain, keys, _typename(type(tensor)), "Make it a plain tensor first: full_tensor() gathers a sharded one."
     )
     _refuse_unless(
         not tensor.is_quantized, keys, f"a tensor of {tensor.dtype}", "Store its int_repr(), scale and zero point."
@@ -195,27 +196,16 @@ def _refuse_odd(tensor: torch.Tensor, keys: Keys, *, has_others: bool) -> None:
 
 def _refuse_unless(holds: bool, keys: Keys, what: str, remedy: str) -> None:  # noqa: FBT001 (a condition, as in assert)
     if not holds:
-        message = f"{_place(keys)} is {what}, which a checkpoint cannot restore unchanged. {remedy}"
+        message = f"{_location(keys)} is {what}, which a checkpoint cannot restore unchanged. {remedy}"
         raise UserError(message)
 
 
-def _place(keys: Keys) -> str:
+def _location(keys: Keys) -> str:
     return "state" + "".join(f"[{key!r}]" for key in keys)
 
 
-def _named(kind: type) -> str:
+def _typename(kind: type) -> str:
     return f"type {kind.__module__}.{kind.__qualname__}"
-
-
-def _remedy(value: object) -> str:
-    for kind, plain in _NEAREST.items():
-        if isinstance(value, kind):
-            return f"Pass it through {plain}(...)."
-    if dataclasses.is_dataclass(value):
-        return "Pass it through dataclasses.asdict(...)."
-    return (
-        "A state holds dicts, lists, tuples, numbers, text, bytes, None and tensors (torch.from_numpy takes an array)."
-    )
 
 
 def _pack_int(value: int) -> int | dict[str, str]:
@@ -224,7 +214,7 @@ def _pack_int(value: int) -> int | dict[str, str]:
 
 
 def _pack_float(value: float) -> float | dict[str, str]:
-    # JSON lacks NaN and the infinities, and NaNs differ in bits, which are stored next to the readable name.
+    # JSON has no NaN or infinity. NaNs differ in their bits, which are stored after the readable name.
     return value if math.isfinite(value) else {"$float": f"{value} {struct.pack('>d', value).hex()}"}
 
 

@@ -1,8 +1,8 @@
 """Named tensors as one file in the safetensors format, written and read one window at a time.
 
-The format: the length of a header as 8 bytes, the header as JSON (for each name its dtype, shape, and begin and end in
-what follows), the bytes of all tensors. Source: https://github.com/huggingface/safetensors, "Format". Everything is
-little-endian. In a file of parts, the header has the offset of each in its tensor, as in the safetensors files of
+The format: the length of a header as 8 bytes, the header as JSON (for each name its dtype, shape, and first and last
+byte), the bytes of all tensors. Source: https://github.com/huggingface/safetensors, "Format". Everything is
+little-endian. In a file of parts, the header has the offset of each part in its tensor, as in the files of
 `torch.distributed.checkpoint`, whose reader accepts ours. A tensor passes through a window of 16 MiB between its device
 and the file, so neither direction needs a second copy of it; only a non-contiguous tensor is copied to be written.
 """
@@ -36,7 +36,7 @@ STANDARD_DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Names of the dtypes in the format. Others go through `as_standard`."""
+"""Names of the dtypes in the format. `as_standard` converts all other dtypes."""
 
 _DTYPES: Final = {name: dtype for dtype, name in STANDARD_DTYPES.items()}
 _LENGTH_BYTES = 8
@@ -59,10 +59,10 @@ class TensorFile:
         # One window for all tensors, so that the host needs no copy of a model on an accelerator.
         window = bytearray(_WINDOW_BYTES)
         for tensor in self.tensors:
-            yield from _through(window, tensor.read() if isinstance(tensor, StoredTensor) else tensor)
+            yield from _copy_blocks(window, tensor.read() if isinstance(tensor, StoredTensor) else tensor)
 
 
-def _through(window: bytearray, tensor: torch.Tensor) -> Iterator[memoryview]:
+def _copy_blocks(window: bytearray, tensor: torch.Tensor) -> Iterator[memoryview]:
     staging = torch.frombuffer(window, dtype=torch.uint8)
     for piece in _flat_bytes(tensor).split(len(window)):
         staging[: len(piece)].copy_(piece)
@@ -75,7 +75,7 @@ def file_layout(
     offsets: Mapping[str, tuple[int, ...]] | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> TensorFile:
-    """Lay out a file of `tensors` of standard dtypes; `offsets` are the positions of parts in their tensors."""
+    """Plan a file of `tensors` of standard dtypes; `offsets` are the positions of parts in their tensors."""
     assert sys.byteorder == "little", "checkpoints are little-endian, and so must be the machine"
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     if offsets is not None:
@@ -97,7 +97,7 @@ def file_layout(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _StoredPart:
-    """A part of a tensor in an open file: the offset of its bytes, and its offset in the tensor."""
+    """A part of a tensor in an open file: the position of its bytes in the file, and its offset in the tensor."""
 
     file: BufferedReader
     position: int
@@ -106,37 +106,37 @@ class _StoredPart:
 
 
 class StoredTensor:  # not a dataclass, which tree functions would treat as a container
-    """A tensor on the disk, in one part or several, readable while its files are open."""
+    """A tensor on the disk, in one or several parts, readable while its files are open."""
 
-    def __init__(self, dtype: torch.dtype, parts: Sequence[_StoredPart], kept_as: torch.dtype | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, parts: Sequence[_StoredPart], stored_as: torch.dtype | None = None) -> None:
         self.dtype = dtype
-        self._kept_as = dtype if kept_as is None else kept_as
+        self._stored_dtype = dtype if stored_as is None else stored_as
         self._parts = tuple(parts)
         whole = _extent(parts)
-        self.shape = torch.Size(whole if self._kept_as == dtype else whole[:-1])
+        self.shape = torch.Size(whole if self._stored_dtype == dtype else whole[:-1])
 
     def __deepcopy__(self, memo: object) -> "StoredTensor":
         return self
 
     def of_dtype(self, dtype: torch.dtype) -> "StoredTensor":
-        """Undo `as_standard` for a tensor that was of `dtype`."""
-        return StoredTensor(dtype, self._parts, self._kept_as)
+        """Return this tensor with its original `dtype`, which `as_standard` has changed."""
+        return StoredTensor(dtype, self._parts, self._stored_dtype)
 
     @property
     def key(self) -> object:
-        """Equal for two references to the same tensor."""
+        """A key that is equal for two references to the same tensor."""
         return id(self._parts), self.dtype
 
     def read(self, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> torch.Tensor:
-        """Read the tensor, or a box of it, into new CPU memory."""
+        """Read the tensor, or the part of this `offset` and `shape`, into new CPU memory."""
         begin = tuple(offset or (0,) * len(self.shape))
         size = tuple(self.shape if shape is None else shape)
-        if self._kept_as != self.dtype:  # as bytes, with one axis more
+        if self._stored_dtype != self.dtype:  # as bytes, with one more axis
             begin, size = (*begin, 0), (*size, self.dtype.itemsize)
-        found = torch.empty(size, dtype=self._kept_as)
+        box = torch.empty(size, dtype=self._stored_dtype)
         for part in self._parts:
-            _read_overlap(part, begin, found)
-        return found if self._kept_as == self.dtype else found.view(self.dtype).reshape(found.shape[:-1])
+            _read_overlap(part, begin, box)
+        return box if self._stored_dtype == self.dtype else box.view(self.dtype).reshape(box.shape[:-1])
 
 
 def _extent(parts: Sequence[_StoredPart]) -> tuple[int, ...]:
@@ -147,27 +147,27 @@ def _extent(parts: Sequence[_StoredPart]) -> tuple[int, ...]:
 
 def _read_overlap(part: _StoredPart, offset: tuple[int, ...], box: torch.Tensor) -> None:
     """Read the intersection of a part and a box into the box, in whole rows of the part."""
-    # A tensor without axes is one row of one number.
-    shape, where, begin = part.shape or (1,), part.offset or (0,), offset or (0,)
+    # A scalar is one row of one element.
+    shape, start, begin = part.shape or (1,), part.offset or (0,), offset or (0,)
     target = box.view(1) if box.dim() == 0 else box
-    starts = [max(at, own) for at, own in zip(begin, where, strict=True)]
-    stops = [min(b + n, w + m) for b, n, w, m in zip(begin, target.shape, where, shape, strict=True)]
-    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+    starts = [max(b, s) for b, s in zip(begin, start, strict=True)]
+    stops = [min(b + n, s + m) for b, n, s, m in zip(begin, target.shape, start, shape, strict=True)]
+    if any(first >= stop for first, stop in zip(starts, stops, strict=True)):
         return
     row_bytes = math.prod(shape[1:]) * box.dtype.itemsize
     num_rows = max(1, _WINDOW_BYTES // row_bytes)
     window = bytearray(min(num_rows, stops[0] - starts[0]) * row_bytes)
-    columns = _slices(starts[1:], stops[1:], where[1:])
-    places = _slices(starts[1:], stops[1:], begin[1:])
-    part.file.seek(part.position + (starts[0] - where[0]) * row_bytes)
+    columns = _slices(starts[1:], stops[1:], start[1:])
+    target_columns = _slices(starts[1:], stops[1:], begin[1:])
+    part.file.seek(part.position + (starts[0] - start[0]) * row_bytes)
     for row in range(starts[0], stops[0], num_rows):
         rows = min(num_rows, stops[0] - row)
         if part.file.readinto(memoryview(window)[: rows * row_bytes]) != rows * row_bytes:
             message = f"{part.file.name} ends within a tensor"
             raise ValueError(message)
         read = torch.frombuffer(window, dtype=torch.uint8)[: rows * row_bytes].view(box.dtype)
-        taken = read.view(rows, *shape[1:])[(slice(None), *columns)]
-        target[(slice(row - begin[0], row - begin[0] + rows), *places)] = taken
+        overlap = read.view(rows, *shape[1:])[(slice(None), *columns)]
+        target[(slice(row - begin[0], row - begin[0] + rows), *target_columns)] = overlap
 
 
 def _slices(starts: Sequence[int], stops: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
@@ -177,24 +177,24 @@ def _slices(starts: Sequence[int], stops: Sequence[int], origin: Sequence[int]) 
 def stored_tensors(files: Sequence[BufferedReader]) -> dict[str, StoredTensor]:
     """Return the tensors of verified open files; reads only headers."""
     assert sys.byteorder == "little", "checkpoints are little-endian, and so must be the machine"
-    found: dict[str, tuple[torch.dtype, list[_StoredPart]]] = {}
+    tensors: dict[str, tuple[torch.dtype, list[_StoredPart]]] = {}
     for file in files:
         for name, dtype, part in _parts_in(file):
-            known = found.setdefault(name, (dtype, []))
+            known = tensors.setdefault(name, (dtype, []))
             known[1].append(part)
             if known[0] != dtype:
                 message = f"tensor {name!r} is of dtype {known[0]} in one file and of {dtype} in another"
                 raise ValueError(message)
-    for name, (_, parts) in found.items():
-        held, whole = sum(math.prod(part.shape) for part in parts), math.prod(_extent(parts))
-        if held != whole:
-            message = f"tensor {name!r} has {whole} numbers, and its parts have {held}"
+    for name, (_, parts) in tensors.items():
+        total, whole = sum(math.prod(part.shape) for part in parts), math.prod(_extent(parts))
+        if total != whole:
+            message = f"tensor {name!r} has {whole} numbers, and its parts have {total}"
             raise ValueError(message)
-    return {name: StoredTensor(dtype, parts) for name, (dtype, parts) in found.items()}
+    return {name: StoredTensor(dtype, parts) for name, (dtype, parts) in tensors.items()}
 
 
 def _parts_in(file: BufferedReader) -> Iterator[tuple[str, torch.dtype, _StoredPart]]:
-    """Yield the name, the dtype and the place of each tensor, or part of one, in a file."""
+    """Yield the name, the dtype and the position of each tensor, or part of a tensor, in a file."""
     header = json.loads(file.read(int.from_bytes(file.read(_LENGTH_BYTES), "little")))
     start = file.tell()
     parts = json.loads(header.pop("__metadata__").get(_PARTS, "{}"))
@@ -216,18 +216,18 @@ def _parts_in(file: BufferedReader) -> Iterator[tuple[str, torch.dtype, _StoredP
 
 
 def as_standard(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of a standard dtype with the same bits: any other dtype as bytes, with one axis more."""
+    """Return a tensor of a standard dtype with the same bits: any other dtype as bytes, with one more axis."""
     if tensor.dtype in STANDARD_DTYPES:
         return tensor
     return _resolved(tensor).contiguous().unsqueeze(-1).view(torch.uint8)
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor in row-major order: its own memory where that is contiguous."""
-    # as_strided: a contiguous tensor of one item may have any stride, which view(uint8) would not take
+    """Return the bytes of a tensor in row-major order, as a view if it is contiguous."""
+    # as_strided: a contiguous tensor of one item may have any stride, which view(uint8) would refuse
     return _resolved(tensor).contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with resolved conjugate and negative bits."""
+    """Return the tensor with its conjugate and negative bits applied to its values."""
     return tensor.detach().resolve_conj().resolve_neg()

@@ -1,4 +1,4 @@
-"""`anybatch advise RECIPE`: which effective batch size pays off, by a short run or a finished log."""
+"""`anybatch advise RECIPE`: find the effective batch size that pays off, from a short run or a log."""
 
 import argparse
 from collections.abc import Sequence
@@ -12,9 +12,8 @@ from anybatch.cli.command import (
     add_recipe,
     add_report_files,
     add_settings,
-    count,
     let_threads_sleep,
-    link,
+    positive_int,
     print_report,
 )
 from anybatch.cli.status import Status
@@ -30,22 +29,14 @@ _DESCRIPTION = (
 )
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run `anybatch advise` and return the exit status."""
-    parser = make_parser()
-    given = parser.parse(words)
-    if given.ranks and given.link is None:
-        parser.error("--ranks needs --link RATE,LATENCY, such as --link 25Gbit,20us")
+    given = make_parser().parse(argv)
     let_threads_sleep()
     from anybatch.diagnostics.advise import advise
-    from anybatch.diagnostics.figures import draw_advice
 
-    ranks = tuple(given.ranks or ())
-    if given.log is not None:
-        advice = advise(given.log, ranks=ranks, link=given.link)
-    else:
-        advice = _advise_on_recipe(given, ranks)
-    print_report(f"{given.log or given.recipe}: which effective batch size?", advice, draw_advice, given)
+    advice = _advise_on_recipe(given) if given.log is None else advise(given.log)
+    print_report(f"{given.log or given.recipe}: which effective batch size?", advice, None, given)
     return Status.DONE
 
 
@@ -57,29 +48,28 @@ def make_parser() -> Parser:
     add_settings(add, "effective_batch_size", "seed", effective_batch_size="the recipe's")
     add(
         "--micro-batch-size",
-        type=count,
+        type=positive_int,
         metavar="N",
-        help="samples per forward and backward; noise is measured between them (default: a quarter of the batch)",
+        help="samples per forward and backward; the noise is estimated from the differences between micro-batches "
+        "(default: a quarter of the batch)",
     )
-    add("--steps", type=count, default=200, metavar="N", help="training steps (default: 200)")
-    add("--every", type=count, default=2, metavar="N", help="measure the noise every N steps (default: 2)")
-    add("--ranks", type=count, action="append", metavar="N", help="predict for this number of ranks; repeatable")
-    add("--link", type=link, metavar="RATE,LATENCY", help="network between ranks, such as 25Gbit,20us")
-    add("--log", type=Path, metavar="FILE", help="read the log of a run that measured noise instead")
-    add_report_files(add, "time and samples by batch size", with_json=True)
+    add("--steps", type=positive_int, default=200, metavar="N", help="training steps (default: 200)")
+    add("--every", type=positive_int, default=2, metavar="N", help="measure the noise every N steps (default: 2)")
+    add("--log", type=Path, metavar="FILE", help="instead of training, read the log of a run that measured the noise")
+    add_report_files(add, with_json=True)
     return parser
 
 
-def _advise_on_recipe(given: argparse.Namespace, ranks: tuple[int, ...]) -> "Advice":
+def _advise_on_recipe(given: argparse.Namespace) -> "Advice":
+    from anybatch.core.gradient_noise import GradientNoise
     from anybatch.diagnostics.advise import advise
-    from anybatch.engine.gradient_noise import GradientNoise
     from anybatch.recipes.load import load_recipe
     from anybatch.recipes.start import start
 
     job = load_recipe(given.recipe)
-    asked = RunConfig(effective_batch_size=given.effective_batch_size)
-    size = asked.over(job.defaults).largest_batch_size
-    # A scheduler would decay the rate to its end within these few steps.
+    requested = RunConfig(effective_batch_size=given.effective_batch_size)
+    size = requested.with_defaults(job.defaults).largest_batch_size
+    # A scheduler would decay the rate to its final value within these few steps.
     job = replace(job, noise=GradientNoise(every=given.every), scheduler=None)
     trained = start(
         job,
@@ -91,4 +81,4 @@ def _advise_on_recipe(given: argparse.Namespace, ranks: tuple[int, ...]) -> "Adv
         ),
     )
     with trained.engine as engine:
-        return advise(engine, trained.batches, steps=given.steps, ranks=ranks, link=given.link)
+        return advise(engine, trained.batches, steps=given.steps)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from anybatch.cli.command import DEFAULT_RECIPE, Parser, add_recipe, add_report_files, count, integer, print_report
+from anybatch.cli.command import DEFAULT_RECIPE, Parser, add_recipe, integer, positive_int
 from anybatch.cli.status import Status
 
 if TYPE_CHECKING:
@@ -14,17 +14,18 @@ if TYPE_CHECKING:
     from anybatch.recipes.job import Job
 
 _DESCRIPTION = (
-    "Check whether micro-batches give the gradient of the un-split batch. A recipe's model and loss run on a few of "
-    "its samples, in one batch and split, in float64; the report has the cause of a difference and the fix. "
-    "--loop judges an unchanged training loop: it runs on a recording model, in a temporary copy of the folder."
+    "Check whether micro-batches give the gradient of the whole batch. A recipe's model and loss run on a few of its "
+    "samples, in one batch and split, in float64; the report has the cause of a difference and the fix. With --loop, "
+    "check your own training loop, unchanged: the loop runs in a temporary copy of the folder, on a small test model "
+    "that records the weight of each sample in each gradient."
 )
 _EPILOG = "The exit status is 0 if everything is exact, 9 if gradients cannot be compared, and 8 otherwise."
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run `anybatch check` and return the exit status."""
     parser = make_parser()
-    given = parser.parse(words)
+    given = parser.parse(argv)
     if given.loop is not None:
         if given.recipe is not None:
             parser.error(f"check a recipe or a loop, one at a time: {given.recipe} or --loop {given.loop}")
@@ -36,25 +37,24 @@ def make_parser() -> Parser:
     """Return the parser of this command."""
     parser = Parser("check", _DESCRIPTION, epilog=_EPILOG)
     add_recipe(parser, None, DEFAULT_RECIPE)
-    parser.add_argument("--samples", type=count, default=12, metavar="N", help="size of the batch (default: 12)")
+    parser.add_argument("--samples", type=positive_int, default=12, metavar="N", help="size of the batch (default: 12)")
     parser.add_argument(
         "--micro-batch-size",
-        type=count,
+        type=positive_int,
         action="append",
         metavar="N",
-        help="a micro-batch size to try; repeatable (default: 1, 2/5 and 3/5 of the batch)",
+        help="a micro-batch size to try; repeatable (default: 1 sample, 2/5 and 3/5 of the batch)",
     )
     parser.add_argument("--seed", type=integer, default=0, metavar="N", help="seed of all random numbers (default: 0)")
-    add_report_files(parser.add_argument, "the errors by layer")
     loop = parser.add_argument_group("your own loop")
-    loop.add_argument("--loop", metavar="FILE.py:FUNCTION", help="the function, or Class.method, that trains")
+    loop.add_argument("--loop", metavar="FILE.py:FUNCTION", help="your function that trains")
     loop.add_argument(
         "--data",
         choices=("classes", "tokens", "values"),
-        help="kind of data the loop trains on (default: every kind that it accepts)",
+        help="targets in the data: class labels, tokens or real values (default: every kind that the loop accepts)",
     )
     loop.add_argument(
-        "--ranks", type=int, choices=(1, 2), help="number of processes (default: 2 if it uses torch.distributed)"
+        "--ranks", type=int, choices=(1, 2), help="number of processes (default: 2 if the loop uses torch.distributed)"
     )
     return parser
 
@@ -62,7 +62,6 @@ def make_parser() -> Parser:
 def check_recipe(given: argparse.Namespace) -> int:
     """Check one batch of a recipe, print the report, and return the exit status."""
     from anybatch.diagnostics.check import check
-    from anybatch.diagnostics.figures import draw_errors
     from anybatch.recipes.load import load_recipe
 
     recipe = given.recipe or DEFAULT_RECIPE
@@ -75,8 +74,7 @@ def check_recipe(given: argparse.Namespace) -> int:
         norms=job.norms,
         seed=given.seed,
     )
-    heading = f"{recipe}: do micro-batches give the gradient of the whole batch?"
-    print_report(heading, report, draw_errors, given)
+    sys.stdout.write(f"{recipe}: do micro-batches give the gradient of the whole batch?\n{report}\n")
     if report.verdict == "undecided":
         return Status.UNDECIDED
     return Status.DONE if report.equal else Status.NOT_EXACT
@@ -100,7 +98,7 @@ def check_loop_function(
     from anybatch.recipes import load_function
 
     # Imported in the subprocess, because importing a file runs its code.
-    find = partial(load_function, name, "loop", "trains, such as train(model, loader, optimizer, accumulation_steps)")
+    find = partial(load_function, name, "loop")
     report = check_named_loop(find, data=data, ranks=ranks)
     sys.stdout.write(f"{report}\n")
     return Status.NOT_EXACT if report.findings else Status.DONE

@@ -1,4 +1,4 @@
-"""The parts of a command: its parser and typed options, torch's settings, and the output of its report."""
+"""Building blocks of commands: parser, option types, torch's settings, and the output of a report."""
 
 import argparse
 import dataclasses
@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Literal, NoReturn, Protocol, TypeVar, cast, get_args, get_origin
+from typing import Any, Final, Literal, NoReturn, TypeVar, get_args, get_origin
 
-from anybatch.cli.status import Status
+from anybatch.cli.status import ParserExit, Status
 from anybatch.core.collectives import parse_link
 from anybatch.core.run_config import STANDARD, RunConfig
 from anybatch.core.schedules import BatchRamp
@@ -25,7 +25,7 @@ from anybatch.events.matplotlib_files import FORMATS
 def let_threads_sleep() -> None:
     """Let torch's threads sleep while they wait for each other, unless the user has set how they wait.
 
-    By default they spin, and each operator then waits for a thread whose core another program uses: see
+    By default they spin, and an operator is slow if another program uses the core of one of its threads: see
     docs/decisions/0008-command-line.md. Without effect once torch is imported.
     """
     if "torch" not in sys.modules:
@@ -69,7 +69,7 @@ ValueT = TypeVar("ValueT")
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of one command; `explain_unknown` returns the error for unknown words."""
+    """The parser of one command; `explain_unknown` returns the error message for unknown arguments."""
 
     def __init__(
         self, verb: str, description: str, *, epilog: str | None = None, explain_unknown: Explain | None = None
@@ -78,10 +78,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=f"anybatch {verb}", description=description, epilog=epilog, allow_abbrev=False)
         self._explain_unknown = explain_unknown
 
-    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Return the values of a command line, or exit with the first error in it."""
-        # argparse would print its own message for unknown words.
-        values, unknown = self.parse_known_args(words)
+        # `parse_args` would print argparse's own message for unknown arguments.
+        values, unknown = self.parse_known_args(argv)
         if unknown and self._explain_unknown is not None:
             self.error(self._explain_unknown(unknown))
         if unknown:
@@ -89,12 +89,32 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown {kind} {unknown[0]!r}")
         return values
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Print the message and end the command."""
+        sys.stderr.write(message or "")
+        raise ParserExit(status)
+
     def error(self, message: str) -> NoReturn:
         """Print the error and end the program."""
         self.exit(Status.USAGE, f"{self.prog}: {message}\n(`{self.prog} --help` lists the options)\n")
 
 
-def count(text: str) -> int:
+def _reader(convert: Callable[[str], ValueT], kind: str) -> Callable[[str], ValueT]:
+    def read(text: str) -> ValueT:
+        try:
+            return convert(text)
+        except ValueError:
+            message = f"{text!r} is not a {kind}"
+            raise argparse.ArgumentTypeError(message) from None
+
+    return read
+
+
+integer = _reader(int, "whole number")
+number = _reader(float, "number")
+
+
+def positive_int(text: str) -> int:
     """Return a whole number of at least 1."""
     value = integer(text)
     if value < 1:
@@ -104,7 +124,7 @@ def count(text: str) -> int:
 
 
 def typed(parse: Callable[[str], ValueT]) -> Callable[[str], ValueT]:
-    """Return a function for `type=` of an option, which reports an error of `parse` under the option's name."""
+    """Return `parse` for `type=` of an option, so that argparse reports its `UserError` with the option's name."""
 
     def read(text: str) -> ValueT:
         try:
@@ -116,47 +136,19 @@ def typed(parse: Callable[[str], ValueT]) -> Callable[[str], ValueT]:
 
 
 def effective_batch_size(text: str) -> int | BatchRamp:
-    """Return a whole number of at least 1, or a ramp of them."""
-    return typed(BatchRamp.parse)(text) if {",", "@"} & set(text) else count(text)
+    """Return a batch size of at least 1, or a ramp: sizes that grow during the run, such as `32,128@20000`."""
+    return typed(BatchRamp.parse)(text) if {",", "@"} & set(text) else positive_int(text)
 
 
-def count_or_auto(text: str) -> int | Literal["auto"]:
+def positive_int_or_auto(text: str) -> int | Literal["auto"]:
     """Return a whole number of at least 1, or "auto"."""
-    return "auto" if text == "auto" else count(text)
-
-
-def micro_batch_size(text: str) -> int | Literal["auto", "remeasure"]:
-    """Return a whole number of at least 1, "auto" or "remeasure"."""
-    return "remeasure" if text == "remeasure" else count_or_auto(text)
-
-
-def number(text: str) -> float:
-    """Return a number."""
-    return _converted(float, text, "a number")
-
-
-def integer(text: str) -> int:
-    """Return a whole number."""
-    return _converted(int, text, "a whole number")
-
-
-def _converted(convert: Callable[[str], ValueT], text: str, kind: str) -> ValueT:
-    try:
-        return convert(text)
-    except ValueError:
-        message = f"{text!r} is not {kind}"
-        raise argparse.ArgumentTypeError(message) from None
+    return "auto" if text == "auto" else positive_int(text)
 
 
 memory_size = typed(parse_bytes)
 """A number of bytes, written with its unit: 24GiB, 80GB, 512MiB."""
 link = typed(parse_link)
 """A network link, written as bandwidth and latency."""
-
-
-def size(text: str) -> int:
-    """Return a number of bytes, with or without a unit."""
-    return int(text) if text.isdecimal() else memory_size(text)
 
 
 def output_file(text: str) -> Path:
@@ -190,44 +182,45 @@ def add_recipe(parser: argparse.ArgumentParser, default: str | None, shown: str)
         nargs="?",
         default=default,
         metavar="RECIPE",
-        help=f"digits, text, contrastive, finetune, file.py:function or package.module:function (default: {shown})",
+        help="what to train: digits, text, contrastive, finetune, or your own function that returns an ab.Job, as "
+        f"file.py:function or package.module:function (default: {shown})",
     )
 
 
 _PARSERS: Mapping[str, Callable[[str], object]] = {
     "effective_batch_size": effective_batch_size,
-    "micro_batch_size": micro_batch_size,
+    "micro_batch_size": positive_int_or_auto,
     "seed": integer,
 }
-"""How settings are read whose type alone does not determine it."""
+"""Parsers of the settings whose type does not determine the parser."""
 _BY_TYPE: Mapping[object, tuple[Callable[[str], object], str]] = {
-    int: (count, "N"),
+    int: (positive_int, "N"),
     float: (number, "X"),
     str: (str, "NAME"),
 }
 
 
 def add_settings(add: Callable[..., object], *names: str, **defaults: object) -> None:
-    """Add an option for each of these fields of `RunConfig` by `add_argument`; without a value it is None.
+    """Add an option for each of these fields of `RunConfig`, with `add_argument`; omitted options are None.
 
-    The help is the text of the field. `defaults` are shown instead of the field's standard value, for the fields whose
-    default is a different one in this command.
+    The help is the field's text in the docstring. `defaults` replace the fields' standard values in the help, for
+    fields whose default is different in this command.
     """
-    # Without docstrings (python -OO) options have no help text, and work.
+    # Without docstrings (python -OO) options have no help text, but still work.
     described = inspect.cleandoc(RunConfig.__doc__ or "")
     texts = dict(re.findall(r"^    (\w+): (.*(?:\n        .*)*)", described, re.MULTILINE))
     for field in dataclasses.fields(RunConfig):
         if field.name not in names:
             continue
-        words = " ".join(texts.get(field.name, "").split()).partition(" (in Python")[0]
+        text = " ".join(texts.get(field.name, "").split()).partition(" (in Python")[0]
         default = defaults.get(field.name, getattr(STANDARD, field.name))
-        shown = words if default is None else f"{words.partition(' (default')[0]} (default: {default})"
-        add(f"--{field.name.replace('_', '-')}", help=shown, **_reading(field))
+        shown = text if default is None else f"{text.partition(' (default')[0]} (default: {default})"
+        add(f"--{field.name.replace('_', '-')}", help=shown, **_parsing(field))
 
 
-def _reading(field: "dataclasses.Field[Any]") -> dict[str, Any]:
-    """Return the arguments of `add_argument` that read a value of a field's type."""
-    kind = get_args(field.type)[0]  # the others are words, other forms, or None
+def _parsing(field: "dataclasses.Field[Any]") -> dict[str, Any]:
+    """Return the arguments of `add_argument` that parse a value of the field's type."""
+    kind = get_args(field.type)[0]  # the other members of the union are literals, richer forms, or None
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
     read, placeholder = _BY_TYPE[kind]
@@ -247,23 +240,9 @@ def settings_of(given: argparse.Namespace) -> RunConfig:
 _WIDTH: Final = 79
 
 
-class JsonReport(Protocol):
-    """A report that can be written as JSON."""
-
-    def as_json(self) -> Mapping[str, Any]:
-        """Return it as `json.dumps` accepts it."""
-        ...
-
-
-ReportT = TypeVar("ReportT")
-
-
 @contextmanager
 def progress_line() -> Iterator[Callable[[str], None] | None]:
-    """Yield a function that overwrites the line, from any process; clear the line at the end.
-
-    Yields None if standard error is not a terminal.
-    """
+    """Yield a picklable function that overwrites the last line of the terminal; None if stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -273,28 +252,32 @@ def progress_line() -> Iterator[Callable[[str], None] | None]:
         _write("")
 
 
-def add_report_files(add: Callable[..., object], drawn: str, *, with_json: bool = False) -> None:
-    """Add the options --figure, with `drawn` in its help, and --json, by `add_argument`."""
-    add("--figure", type=picture_file, metavar="FILE", help=f"draw {drawn}: .png, .svg or .pdf")
+def add_report_files(add: Callable[..., object], drawn: str = "", *, with_json: bool = False) -> None:
+    """Add --figure if `drawn` is given (the text in its help), and --json if `with_json`."""
+    if drawn:
+        add("--figure", type=picture_file, metavar="FILE", help=f"draw {drawn}: .png, .svg or .pdf")
     if with_json:
         add("--json", type=output_file, metavar="FILE", help="write the results as JSON")
 
 
 def print_report(
-    heading: str, report: ReportT, draw: Callable[[ReportT, Path], object], given: argparse.Namespace
+    heading: str,
+    report: Any,  # noqa: ANN401 (each command has its own)
+    draw: Callable[[Any, Path], object] | None,
+    given: argparse.Namespace,
 ) -> None:
     """Print a report below a heading, write the files of `add_report_files`, and print their names."""
     sys.stdout.write(f"{heading}\n{report}\n" if heading else f"{report}\n")
     if (file := getattr(given, "json", None)) is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(cast("JsonReport", report).as_json(), indent=1) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
         sys.stdout.write(f"wrote {file}\n")
-    if given.figure is not None:
+    if draw is not None and given.figure is not None:
         draw(report, given.figure)
         sys.stdout.write(f"wrote {given.figure}\n")
 
 
-def _write(words: str) -> None:
+def _write(text: str) -> None:
     # Standard output is for the report.
-    sys.stderr.write(f"\r{words[:_WIDTH]:<{_WIDTH}}\r")
+    sys.stderr.write(f"\r{text[:_WIDTH]:<{_WIDTH}}\r")
     sys.stderr.flush()

@@ -9,15 +9,14 @@ from importlib.metadata import PackageNotFoundError, version
 import anybatch
 from anybatch.cli.command import Parser
 from anybatch.cli.status import Status
+from anybatch.parallel.launchers import usable_cores
 
 _PACKAGES = ("torch", "numpy", "jaxtyping")
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run `anybatch env` and return the exit status."""
-    Parser("env", "Print versions and hardware for a bug report, without names of users, hosts or folders.").parse(
-        words
-    )
+    Parser("env", "Print versions and hardware for a bug report, without names of users, hosts or folders.").parse(argv)
     facts = {**software(), **hardware()}
     width = max(map(len, facts))
     sys.stdout.write("".join(f"{name:<{width}}  {fact}\n" for name, fact in facts.items()))
@@ -40,10 +39,8 @@ def hardware() -> dict[str, str]:
     import torch.distributed as dist
 
     num_devices = torch.accelerator.device_count()
-    # A container may use fewer cores than the machine has.
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts = {
-        "cpu cores": f"{os.cpu_count()} ({usable} usable), {torch.get_num_threads()} torch threads",
+        "cpu cores": f"{os.cpu_count()} ({usable_cores()} usable), {torch.get_num_threads()} torch threads",
         "memory": _memory(),
         "accelerators": ", ".join(_device(number) for number in range(num_devices)) or "none",
         "cuda of torch": torch.version.cuda or "none",

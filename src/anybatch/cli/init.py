@@ -39,18 +39,20 @@ def job():
 '''
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Write a recipe to a new file; return the exit status."""
-    parser = Parser("init", "Write a starter recipe of about 20 lines that runs as written.")
+    parser = Parser(
+        "init", "Write a starter recipe that runs as written: a file with a function that returns an ab.Job."
+    )
     parser.add_argument("file", type=Path, metavar="FILE.py", help="file to write; must not exist")
-    file = parser.parse(words).file
+    file = parser.parse(argv).file
     write_recipe(file)
     sys.stdout.write(f"wrote {file}. Run it: anybatch train {shlex.quote(str(file))}\n")
     return Status.DONE
 
 
 def write_recipe(file: Path) -> None:
-    """Write the recipe; the file must be new and have a name that Python can import."""
+    """Write the recipe to a new file, whose name must be one that Python can import."""
     if file.suffix != ".py" or not file.stem.isidentifier():
         message = f"{file.name!r} must be a name that Python can import, such as train.py: letters, digits, _ and .py."
         raise UserError(message)

@@ -9,11 +9,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self, TextIO
+from typing import Final, TextIO
 
 import torch
 import torch.distributed as dist
@@ -22,96 +21,25 @@ from anybatch.checkpoints import list_checkpoints
 from anybatch.cli.command import DEFAULT_RECIPE, RUNS
 from anybatch.cli.status import Status, explain, status_of
 from anybatch.cli.train import TrainRequest, short_name
-from anybatch.core.records import CheckpointRecord, DiagnosisRecord, EndRecord, Observer, Observers, Record, StartRecord
+from anybatch.core.records import Observer, Observers
 from anybatch.core.units import Reserve, describe_reserve, duration, in_bytes, per_second, three_digits
 from anybatch.errors import CheckpointError, RankFailedError, UserError, WorldError
 from anybatch.events.console import Console
 from anybatch.events.plot import plot_losses
 from anybatch.events.tensorboard import TensorBoardLog
-from anybatch.memory.counted import MEANINGS
+from anybatch.memory.device_memory import MEANINGS
 from anybatch.parallel.launchers import find_launch, is_restarted, launch_id, max_restarts
 from anybatch.parallel.world import World
-from anybatch.planner.measurements import KnownDevices, KnownSizes
 from anybatch.recipes.load import load_recipe
 from anybatch.recipes.prepare import on_first_rank
 from anybatch.recipes.run_folder import RunFolder
-from anybatch.recipes.session import CHECKPOINT_SECONDS, SessionResult, SessionStart, StopRequest, train
+from anybatch.recipes.session import CHECKPOINT_SECONDS, SessionResult, StopRequest, train
 
 _NAME_WIDTH: Final = 13
 
 
-_STOPPING = DiagnosisRecord(
-    rank=0,
-    step=None,
-    code="stopping",
-    level="warning",
-    message="stopping after this step and saving a checkpoint; press Ctrl-C again to quit without saving",
-    remedy=None,
-)
-
-
-class ConsoleFilter:
-    """An observer that passes on only the records to show on the console.
-
-    Saved checkpoints are in the log and the summary; the reason of a failure is printed once for all ranks.
-    """
-
-    def __init__(self, console: Console, stop_requested: Callable[[], bool] | None = None) -> None:
-        self._console = console
-        self._stop_requested = stop_requested
-
-    def observe(self, record: Record, /) -> None:
-        """Pass on a record, unless it is shown elsewhere."""
-        stop_requested = self._stop_requested
-        if stop_requested is not None and not isinstance(record, StartRecord | EndRecord) and stop_requested():
-            self._stop_requested = None  # reported once
-            self._console.observe(_STOPPING)
-        if isinstance(record, EndRecord) and record.status == "failed":
-            self._console.close()
-        elif not isinstance(record, CheckpointRecord) or record.event != "saved":
-            self._console.observe(record)
-
-
-class RunDisplay:
-    """Shows a run on rank 0: on the console, and in TensorBoard if installed. Use it in a `with`.
-
-    `missing` says why TensorBoard is not available, and how to install it; it is empty if it is.
-    """
-
-    def __init__(self, stop_requested: Callable[[], bool] | None) -> None:
-        # A line of the signal handler would be overwritten by the bar of a terminal.
-        self._stop_requested = stop_requested if sys.stderr.isatty() else None
-        self._shown: list[Console | TensorBoardLog] = []
-        self.missing = ""
-
-    def begin(self, session: SessionStart) -> Observer:
-        """Print the run's folder to standard error, and return the observer that shows the run there."""
-        # Before the first step, so that the folder is known even if the run is killed within it.
-        _write(sys.stderr, f"{place_of(session)}\n")
-        console = Console(session.num_steps)
-        self._shown = [console]
-        try:
-            self._shown.append(TensorBoardLog(session.folder.tensorboard))
-        except UserError as error:
-            self.missing = str(error)
-        return Observers(ConsoleFilter(console, self._stop_requested), *self._shown[1:])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Restore the terminal and close TensorBoard's file."""
-        for each in self._shown:
-            # A full disk, for example, also fails here; the first error is the one to show.
-            with nullcontext() if error is None else suppress(Exception):
-                each.close()
-
-
-def place_of(session: SessionStart) -> str:
-    """Return the files of a run, in one line."""
-    folder = session.folder
+def describe_files(folder: RunFolder) -> str:
+    """Return the folder, log and checkpoints of a run as one line."""
     return f"run in {folder.path}: log {folder.log(0).name}, checkpoints in {folder.checkpoints.name}/"
 
 
@@ -133,12 +61,12 @@ def summary(result: SessionResult, *, tensorboard: str) -> str:
     if result.checkpoint is not None:
         lines["checkpoint"] = str(result.checkpoint)
     command = resume_command(result.folder.path)
-    lines["resume" if result.stopped else "train on"] = command if result.stopped else f"{command} --epochs N"
+    lines["resume" if result.stopped else "continue"] = command if result.stopped else f"{command} --epochs N"
     return "".join(f"{name:<{_NAME_WIDTH}}{text}\n" for name, text in lines.items())
 
 
 def _picture(folder: RunFolder) -> str:
-    """Draw the losses and return their files, or the reason why it failed: a failed picture must not fail the run."""
+    """Draw the losses and return the files, or the error message: a failed picture must not fail the run."""
     try:
         return ", ".join(map(str, plot_losses(folder.log(0), folder.plots)))
     except UserError as error:
@@ -156,10 +84,10 @@ def _effort(result: SessionResult) -> str:
     if result.num_session_steps == 0:
         return f"nothing left to do: all {result.num_steps:,} steps were already made"
     steps = f"{result.num_session_steps:,} step{'s' * (result.num_session_steps != 1)}"
-    in_all = f" ({result.num_steps:,} in total)" if result.num_steps != result.num_session_steps else ""
+    total = f" ({result.num_steps:,} in total)" if result.num_steps != result.num_session_steps else ""
     speed = result.num_session_samples / result.stepping_seconds if result.stepping_seconds > 0 else None
     return (
-        f"{steps}{in_all}, {result.num_session_samples:,} samples in "
+        f"{steps}{total}, {result.num_session_samples:,} samples in "
         f"{duration(result.session_seconds)}, {per_second(speed)} samples/s while training"
     )
 
@@ -187,14 +115,12 @@ def join() -> World:
 
 
 def run_rank(
-    request: TrainRequest, world: World, stop: Callable[[], bool] | None, *, is_watched: bool = False
+    request: TrainRequest, world: World, stop: Callable[[], bool], *, is_watched: bool = False
 ) -> tuple[Status, str]:
-    """Train as one rank; return its status and the error message.
+    """Train as one rank; return its status and the error message, which the first rank that fails also prints.
 
-    The first rank that fails prints the error.
-
-    Without `stop`, which returns whether to stop after this step, a run stops on signals. `is_watched` means that our
-    launcher reports ranks that die without an error message.
+    `stop` returns whether to stop after the current step. `is_watched` means that our launcher started this rank, and
+    reports ranks that die without an error message.
     """
     try:
         with warnings.catch_warnings():
@@ -203,12 +129,12 @@ def run_rank(
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 (every error becomes a status)
         # When a rank fails, all ranks raise; only the first to publish its error prints it.
         is_first = world.publish_failure(error, 0)
-        words = explain(error)
+        message = explain(error)
         status = status_of(error)
         is_silent = status is Status.CLOSED_PIPE or (isinstance(error, RankFailedError) and is_watched)
         if is_first and not is_silent:
-            _write(sys.stderr, f"{words}\n")
-        return status, words
+            _write(sys.stderr, f"{message}\n")
+        return status, message
 
 
 def print_stopping(number: signal.Signals) -> None:
@@ -222,7 +148,7 @@ def print_stopping(number: signal.Signals) -> None:
     os.write(sys.stderr.fileno(), f"\n{number.name}: finishing this step, then saving.{again}\n".encode())
 
 
-def _train(request: TrainRequest, world: World, stop: Callable[[], bool] | None) -> Status:
+def _train(request: TrainRequest, world: World, stop: Callable[[], bool]) -> Status:
     if request.ranks not in (None, "auto", world.size):
         message = f"--ranks {request.ranks} differs from the {world.size} ranks of the launcher. Omit --ranks."
         raise UserError(message)
@@ -240,7 +166,8 @@ def _train(request: TrainRequest, world: World, stop: Callable[[], bool] | None)
     if (launch := launch_id()) is not None:
         origin["launch"] = launch
     seconds = request.checkpoint_seconds
-    with RunDisplay(stop) as display:
+    missing: list[str] = []
+    with ExitStack() as stack:
         result = train(
             load_recipe(recipe),
             folder,
@@ -248,22 +175,37 @@ def _train(request: TrainRequest, world: World, stop: Callable[[], bool] | None)
             resume=resume,
             origin=origin,
             world=world,
-            known=KnownSizes(),
-            devices=KnownDevices(),
-            observer=display.begin if world.rank == 0 else None,
+            observer=partial(_terminal_observers, stack, missing, stop) if world.rank == 0 else None,
             stop=stop,
             checkpoint_seconds=CHECKPOINT_SECONDS if seconds is None else seconds,
         )
     if world.rank == 0:
-        _write(sys.stdout, summary(result, tensorboard=display.missing))
+        _write(sys.stdout, summary(result, tensorboard="".join(missing)))
     return Status.STOPPED if result.stopped else Status.DONE
 
 
-def _resumes(request: TrainRequest, place: RunFolder) -> bool:
+def _terminal_observers(
+    stack: ExitStack, missing: list[str], stop: Callable[[], bool], folder: RunFolder, num_steps: int | None
+) -> Observer:
+    """Print the run's folder, and return the observers for console and TensorBoard, which `stack` closes.
+
+    If TensorBoard is not installed, append the reason to `missing`.
+    """
+    # Printed before the first step, so that the folder is known even if that step is killed.
+    _write(sys.stderr, f"{describe_files(folder)}\n")
+    console = stack.enter_context(Console(num_steps, stop_requested=stop))
+    try:
+        return Observers(console, stack.enter_context(TensorBoardLog(folder.tensorboard)))
+    except UserError as error:
+        missing.append(str(error))
+        return console
+
+
+def _resumes(request: TrainRequest, folder: RunFolder) -> bool:
     """Return whether to resume the run in a folder instead of starting a new one."""
-    if request.resume in ("always", "never") or not place.header.exists():
+    if request.resume in ("always", "never") or not folder.header.exists():
         return request.resume == "always"
-    return request.resume == "auto" or is_restarted() or place.read().origin.get("launch", "") == launch_id()
+    return request.resume == "auto" or is_restarted() or folder.read().origin.get("launch", "") == launch_id()
 
 
 def new_folder(recipe: str | None) -> Path:
@@ -272,7 +214,7 @@ def new_folder(recipe: str | None) -> Path:
 
 
 def _quiet_warnings(world: World) -> None:
-    """Print warnings as one sentence, on the first rank only, since all ranks warn about the same."""
+    """Print warnings without file and line, and on the first rank only, since all ranks warn about the same."""
     if world.rank:
         warnings.simplefilter("ignore")
 
@@ -298,8 +240,8 @@ def launch(request: TrainRequest) -> Status:
     # torchrun has already started this program once per rank.
     if find_launch() is not None:
         world = join()
-        with StopRequest(print_stopping if world.rank == 0 else None) as asked:
-            status, _ = run_rank(request, world, asked)
+        with StopRequest(print_stopping if world.rank == 0 else None) as stop:
+            status, _ = run_rank(request, world, stop)
         # After a failure, destroying the group would wait for ranks that may be dead.
         if status in (Status.DONE, Status.STOPPED):
             dist.destroy_process_group()
@@ -309,12 +251,12 @@ def launch(request: TrainRequest) -> Status:
     request = dataclasses.replace(request, folder=folder)
     num_ranks = number_of_ranks(request)
     warn_of_unused(num_ranks)
-    # A resumed run may already have a limit; a lower one means that a smaller size is left to try.
+    # If the limit is lower after an out-of-memory error than before, a smaller size is left to try.
     limit = largest_micro_batch_size(folder)
     status = start(request, num_ranks)
     while status is Status.OUT_OF_MEMORY and request.resume != "never":
         former, limit = limit, largest_micro_batch_size(folder)
-        if limit == former:  # no smaller size is left
+        if limit == former:
             break
         sys.stderr.write(
             f"anybatch: out of memory: resuming with micro-batches of at most {limit} (disable with --resume never)\n"
@@ -330,8 +272,8 @@ def launch(request: TrainRequest) -> Status:
 def start(request: TrainRequest, num_ranks: int) -> Status:
     """Run `num_ranks` ranks on this machine and return the exit status."""
     if num_ranks == 1:
-        with StopRequest(print_stopping) as asked:
-            return run_rank(request, join(), asked)[0]
+        with StopRequest(print_stopping) as stop:
+            return run_rank(request, join(), stop)[0]
     from anybatch.cli.local_ranks import run_local_ranks
 
     return run_local_ranks(request, num_ranks)
@@ -339,12 +281,12 @@ def start(request: TrainRequest, num_ranks: int) -> Status:
 
 def largest_micro_batch_size(folder: Path) -> int | None:
     """Return the largest size that a run may use after running out of memory; None without a limit."""
-    place = RunFolder(folder)
-    return place.read().largest_micro_batch_size if place.header.exists() else None
+    run = RunFolder(folder)
+    return run.read().largest_micro_batch_size if run.header.exists() else None
 
 
 def with_former_settings(request: TrainRequest) -> TrainRequest:
-    """Return the request with missing options filled in from the resumed run."""
+    """Return the request; options that are not given come from the resumed run."""
     if request.resume not in ("always", "auto"):
         return request
     assert request.folder is not None
@@ -359,7 +301,7 @@ def with_former_settings(request: TrainRequest) -> TrainRequest:
 
 
 def number_of_ranks(request: TrainRequest) -> int:
-    """Return the requested number of ranks, or one per accelerator, or one on a CPU.
+    """Return the requested number of ranks; by default one per accelerator, or one on a CPU.
 
     On a CPU, threads of one rank use the cores better than several ranks (measured in
     docs/decisions/0008-command-line.md).

@@ -10,14 +10,12 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -26,11 +24,11 @@ import torch.distributed as dist
 from anybatch.cli.launch import join, print_stopping, run_rank
 from anybatch.cli.status import Status, explain
 from anybatch.cli.train import PRELOADED, TrainRequest
-from anybatch.parallel.launchers import listen_at_loopback, set_launch_variables, start_fork_server
-from anybatch.recipes.session import SIGNALS
+from anybatch.parallel.launchers import listen_at_loopback, set_launch_variables, start_fork_server, usable_cores
+from anybatch.recipes.session import StopRequest
 
 _UNKNOWN = -1
-_MOST_BYTES = 2000
+_MAX_ERROR_BYTES = 2000
 _SECONDS_AFTER_FAILURE = 10.0
 """Time for the other ranks to exit after one fails; then the launcher kills them."""
 _SECONDS_WITHOUT_LAUNCHER = 30.0
@@ -43,39 +41,44 @@ class SharedState:
 
     Attributes:
         stop: nonzero after a request to stop.
-        statuses: exit status of each rank; `_UNKNOWN` if it reported none.
-        last_words: error of a rank that failed because of another one; printed if that one left no message.
+        statuses: exit status of each rank; `_UNKNOWN` until a rank reports one.
+        last_error: error message of a rank that failed because another rank did; printed if that rank has no message.
         num_threads: torch threads of each rank.
     """
 
     stop: Any
     statuses: Any
-    last_words: Any
+    last_error: Any
     num_threads: int
 
 
 def run_local_ranks(request: TrainRequest, num_ranks: int) -> Status:
     """Start ranks on this machine, wait for them, and return the exit status."""
     context = start_fork_server(*PRELOADED)
-    board = SharedState(
+    shared = SharedState(
         stop=context.RawValue("b", 0),
         statuses=context.RawArray("i", [_UNKNOWN] * num_ranks),
-        last_words=context.RawArray("c", _MOST_BYTES),
+        last_error=context.RawArray("c", _MAX_ERROR_BYTES),
         num_threads=threads_per_rank(num_ranks),
     )
     # multiprocessing's temporary folder is private to this user and removed after all processes have ended.
     store = Path(get_temp_dir(), f"store-{uuid.uuid4().hex}")
     store.touch()
-    ranks = [context.Process(target=serve, args=(request, board, rank, num_ranks, store)) for rank in range(num_ranks)]
-    with _listening(board):
+    ranks = [context.Process(target=serve, args=(request, shared, rank, num_ranks, store)) for rank in range(num_ranks)]
+
+    def ask(number: signal.Signals) -> None:
+        shared.stop.value = 1
+        print_stopping(number)
+
+    with StopRequest(ask):
         try:
             exit_codes = _run(ranks)
         except KeyboardInterrupt as error:
             sys.stderr.write(f"{explain(error)}\n")
             return Status.INTERRUPTED
-    status, words = exit_status_of(list(board.statuses), exit_codes)
+    status, message = exit_status_of(list(shared.statuses), exit_codes)
     if status is Status.RANKS:
-        sys.stderr.write(f"anybatch: {words or board.last_words.value.decode(errors='replace')}\n")
+        sys.stderr.write(f"anybatch: {message or shared.last_error.value.decode(errors='replace')}\n")
     return status
 
 
@@ -92,8 +95,8 @@ def _run(ranks: Sequence[BaseProcess]) -> dict[int, int]:
         for process in ranks:
             process.start()
         while running and (deadline is None or time.monotonic() < deadline):
-            patience = None if deadline is None else max(0.0, deadline - time.monotonic())
-            wait([process.sentinel for process in running.values()], patience)
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            wait([process.sentinel for process in running.values()], timeout)
             for rank, process in list(running.items()):
                 if process.exitcode is not None:
                     del running[rank]
@@ -108,53 +111,52 @@ def _run(ranks: Sequence[BaseProcess]) -> dict[int, int]:
     return failed
 
 
-def serve(request: TrainRequest, board: SharedState, rank: int, num_ranks: int, store: Path) -> None:
+def serve(request: TrainRequest, shared: SharedState, rank: int, num_ranks: int, store: Path) -> None:
     """Run one rank in a process started by the launcher."""
     joined = threading.Event()
     threading.Thread(target=_end_without_launcher, args=(joined,), name="anybatch launcher", daemon=True).start()
-    torch.set_num_threads(board.num_threads)
-    set_launch_variables(rank, num_ranks, _opened(store).as_uri())
+    torch.set_num_threads(shared.num_threads)
+    set_launch_variables(rank, num_ranks, _lasting_path(store).as_uri())
     listen_at_loopback()
-    asked = _catch_signals()
+    signals = _catch_signals()
     try:
         world = join()
     except Exception as error:  # noqa: BLE001 (the launcher prints it)
-        status, words = Status.RANKS, explain(error)
+        status, message = Status.RANKS, explain(error)
     else:
         joined.set()
-        status, words = run_rank(
-            request, world, lambda: bool(board.stop.value or asked or not _launcher_lives()), is_watched=True
+        status, message = run_rank(
+            request, world, lambda: bool(shared.stop.value or signals or not _launcher_lives()), is_watched=True
         )
     if status is Status.RANKS:
-        board.last_words.value = words.encode()[: _MOST_BYTES - 1]
+        shared.last_error.value = message.encode()[: _MAX_ERROR_BYTES - 1]
     if status in (Status.DONE, Status.STOPPED):
         dist.destroy_process_group()
-    board.statuses[rank] = status
+    shared.statuses[rank] = status
     if status not in (Status.DONE, Status.STOPPED):
         sys.exit(status)
 
 
-def _opened(store: Path) -> Path:
+def _lasting_path(store: Path) -> Path:
     """Return a path to the store that stays valid after the file is removed (Linux only).
 
     torch waits for a missing file without releasing the GIL.
     """
-    place = Path(f"/proc/self/fd/{os.open(store, os.O_RDWR)}")
-    return place if place.exists() else store
+    path = Path(f"/proc/self/fd/{os.open(store, os.O_RDWR)}")
+    return path if path.exists() else store
 
 
 def threads_per_rank(num_ranks: int) -> int:
-    """Return the number of threads per rank that uses every core once."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of torch threads per rank, so that all ranks together have at most one per core."""
     # torch's number is smaller if the user has set OMP_NUM_THREADS.
-    return min(torch.get_num_threads(), max(1, num_cores // num_ranks))
+    return min(torch.get_num_threads(), max(1, usable_cores() // num_ranks))
 
 
 def exit_status_of(statuses: Sequence[int], exit_codes: Mapping[int, int]) -> tuple[Status, str]:
     """Return the exit status of a run, and a message about a rank that died without one.
 
     Args:
-        statuses: status of each rank; below 0 if it reported none.
+        statuses: status of each rank; below 0 if the rank reported none.
         exit_codes: exit codes of the ranks that failed first; below 0 for a signal.
     """
     known = [Status(status) for status in statuses if status >= 0]
@@ -181,14 +183,14 @@ def _how_it_ended(exit_code: int) -> str:
 
 
 def _catch_signals() -> list[signal.Signals]:
-    """Return a list that receives SIGTERM if this rank gets one.
+    """Return a list to which SIGTERM is appended if this rank gets one.
 
     Ignore SIGINT: Ctrl-C reaches every process of a terminal, and the launcher handles it.
     """
-    asked: list[signal.Signals] = []
+    signals: list[signal.Signals] = []
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, _: asked.append(signal.Signals(number)))
-    return asked
+    signal.signal(signal.SIGTERM, lambda number, _: signals.append(signal.Signals(number)))
+    return signals
 
 
 def _launcher_lives() -> bool:
@@ -204,23 +206,3 @@ def _end_without_launcher(joined: threading.Event) -> None:
     if joined.is_set():
         time.sleep(_SECONDS_WITHOUT_LAUNCHER)
     os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
-
-
-@contextmanager
-def _listening(board: SharedState) -> Iterator[None]:
-    """Forward signals as a request to stop; a second Ctrl-C ends the ranks immediately."""
-
-    def ask(number: int, _frame: FrameType | None) -> None:
-        if not board.stop.value:
-            board.stop.value = 1
-            print_stopping(signal.Signals(number))
-        elif number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a third one must not interrupt the clean-up
-            raise KeyboardInterrupt
-
-    former = {number: signal.signal(number, ask) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)

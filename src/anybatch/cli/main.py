@@ -1,25 +1,23 @@
 """`anybatch`: run a command, and turn an error into a message and an exit status."""
 
-import argparse
 import difflib
 import importlib
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points, version
 from typing import cast
 
-from anybatch.cli.status import Status, discard_unwritable_output, explain, status_of
+from anybatch.cli.status import ParserExit, Status, discard_unwritable_output, explain, status_of
 from anybatch.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """A command: its name, a one-line summary, and the extra that provides it (None: anybatch itself).
+    """A command: its name, a one-line summary, and the extra that provides it (None: anybatch).
 
-    `anybatch.cli.NAME.run(words)` runs it, or an entry point of `ENTRY_POINTS` for a command of an extra.
+    `anybatch.cli.NAME.run(argv)` runs it, or an entry point of `ENTRY_POINTS` for a command of an extra.
     """
 
     name: str
@@ -28,17 +26,17 @@ class Verb:
 
 
 VerbFunction = Callable[[Sequence[str]], int]
-"""Receives the words after the command; returns an exit status."""
+"""Receives the arguments after the command; returns an exit status."""
 ENTRY_POINTS = "anybatch.verbs"
 """The entry-point group of commands of other packages: `name = "module:function"`."""
 
 VERBS = (
     Verb("train", "Train a recipe at the effective batch size you choose"),
-    Verb("plan", "Predict what fits into a device, and what would make more fit"),
+    Verb("plan", "Predict what fits on a device, and what would make more fit"),
     Verb("check", "Check that micro-batches give the gradient of the whole batch"),
-    Verb("tune", "Find the fastest micro-batch size, and check that data loading keeps up"),
+    Verb("tune", "Find the fastest micro-batch size"),
     Verb("compare", "Compare accumulation, DDP, ZeRO-1 and FSDP on this machine"),
-    Verb("scale", "Find out why N ranks are not N times as fast"),
+    Verb("scale", "Find out why N ranks are not N times as fast, and whether data loading keeps up"),
     Verb("advise", "Find the effective batch size that pays off"),
     Verb("spikes", "Find loss spikes and divergence in a log"),
     Verb("trace", "Show what each rank did, and when"),
@@ -51,37 +49,36 @@ VERBS = (
 )
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit status."""
     try:
-        status = _run_command(sys.argv[1:] if words is None else words)
-        # A failure to write the output is raised here instead of at interpreter exit.
+        status = _run_command(sys.argv[1:] if argv is None else argv)
+        # Raise a failure to write the output here, not at interpreter exit.
         sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (every error becomes a message and an exit status)
         return _report(error)
     return status
 
 
-def _run_command(words: Sequence[str]) -> int:
+def _run_command(argv: Sequence[str]) -> int:
     """Run a command line and return its exit status; errors propagate."""
-    if len(words) > 1 and words[0] == "help":
-        words = [words[1], "--help"]
-    if not words or words[0] in ("-h", "--help", "help"):
+    if len(argv) > 1 and argv[0] == "help":
+        argv = [argv[1], "--help"]
+    if not argv or argv[0] in ("-h", "--help", "help"):
         sys.stdout.write(overview())
         return Status.DONE
-    if words[0] in ("-V", "--version", "version"):
+    if argv[0] in ("-V", "--version", "version"):
         sys.stdout.write(f"anybatch {version('anybatch')}\n")
         return Status.DONE
-    verb = next((verb for verb in VERBS if verb.name == words[0]), None)
+    verb = next((verb for verb in VERBS if verb.name == argv[0]), None)
     if verb is None:
-        sys.stderr.write(unknown_verb(words[0]))
+        sys.stderr.write(unknown_verb(argv[0]))
         return Status.USAGE
     try:
-        return int(function_of(verb)(words[1:]))
-    except SystemExit as end:
-        # argparse exits on --help and on a wrong option; any other exit comes from the user's code.
-        if isinstance(end.code, int) and _raised_by_argparse(end):
-            return end.code
+        return int(function_of(verb)(argv[1:]))
+    except ParserExit as end:
+        return int(end.code or 0)
+    except SystemExit as end:  # raised by the user's code
         return _report(end)
 
 
@@ -97,13 +94,8 @@ def _report(error: BaseException) -> int:
     return status
 
 
-def _raised_by_argparse(error: SystemExit) -> bool:
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_code.co_filename == argparse.__file__
-
-
 def function_of(verb: Verb) -> VerbFunction:
-    """Import the function of a command; late, because some import torch, which takes seconds."""
+    """Import the function of a command; not earlier, because some commands import torch, which takes seconds."""
     if verb.extra is None:
         return cast("VerbFunction", importlib.import_module(f"anybatch.cli.{verb.name}").run)
     for found in entry_points(group=ENTRY_POINTS, name=verb.name):
@@ -117,8 +109,9 @@ def overview() -> str:
     width = max(len(verb.name) for verb in VERBS)
     lines = [f"  anybatch {verb.name:<{width}}  {verb.summary}\n" for verb in VERBS]
     return (
-        "anybatch: name the effective batch size; any hardware trains it, exactly.\n\n"
+        "anybatch: train at the batch size you choose, on any hardware, with the exact gradient.\n\n"
         f"{''.join(lines)}\n"
+        "A recipe is a Python function that returns model, loss, optimizer and data; `digits` is a built-in one.\n"
         "`anybatch COMMAND --help` lists the options of a command. Start with: anybatch train digits\n"
     )
 

@@ -1,7 +1,6 @@
 """`anybatch memory`: run a step of a recipe and report its memory."""
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -12,6 +11,7 @@ from anybatch.cli.command import (
     add_report_files,
     add_settings,
     memory_size,
+    print_report,
     settings_of,
 )
 from anybatch.cli.status import Status
@@ -21,27 +21,19 @@ if TYPE_CHECKING:
     from anybatch.diagnostics.memory_report import MemoryReport
 
 _DESCRIPTION = (
-    "Run the first steps of a recipe on one rank, and report the memory of the last one: by category, its peak, and "
-    "the free rest. The model is new, no run is created, and nothing is kept."
+    "Run the first steps of a recipe on one rank, and report the memory of the last of them: by category, at its peak, "
+    "and how much remains free. The steps start from new weights; no run folder is created, and nothing is saved."
 )
 _EPILOG = "`anybatch train` prints the peak of a whole run in its summary."
-_MOST_STEPS: Final = 3
-"""The first step allocates the optimizer state, so it is not typical."""
+_MAX_STEPS: Final = 3
+"""Steps to run at most: a first step that allocates the optimizer state, and one or two others."""
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run `anybatch memory` and return the exit status."""
-    given = make_parser().parse(words)
-    report = record(given.recipe, settings_of(given), limit=given.limit, allocator=given.allocator)
-    from rich.console import Console
-
-    if sys.stdout.isatty():
-        Console(highlight=False, markup=False, emoji=False).print(report)
-    else:
-        sys.stdout.write(f"{report}\n")
-    if given.figure is not None:
-        report.draw(given.figure)
-        sys.stdout.write(f"wrote {given.figure}\n")
+    given = make_parser().parse(argv)
+    report = record(given.recipe, settings_of(given), limit=given.limit)
+    print_report("", report, lambda report, path: report.draw(path), given)
     return Status.DONE
 
 
@@ -53,24 +45,20 @@ def make_parser() -> Parser:
     add_settings(add, "effective_batch_size", "precision", "seed", effective_batch_size="the recipe's")
     add_settings(parser.add_mutually_exclusive_group().add_argument, "micro_batch_size", "accumulation_steps")
     add(
-        "--limit",
-        type=memory_size,
-        metavar="SIZE",
-        help="available memory, such as 24GiB (default: the accelerator's)",
+        "--limit", type=memory_size, metavar="SIZE", help="available memory, such as 24GiB (default: the accelerator's)"
     )
     add_report_files(add, "memory over the step")
-    add("--allocator", action="store_true", help="add torch.cuda.memory_summary, on a CUDA device")
     return parser
 
 
-def record(recipe: str, config: RunConfig, *, limit: int | None, allocator: bool) -> "MemoryReport":
+def record(recipe: str, config: RunConfig, *, limit: int | None) -> "MemoryReport":
     """Return the report of a recipe's second step, or of its third if the second is smaller (end of an epoch)."""
     from anybatch.diagnostics.memory_report import record_memory
     from anybatch.recipes.load import load_recipe
     from anybatch.recipes.start import start
 
-    # The loss check may run again in the second step, and needs more memory than a step.
-    run = start(load_recipe(recipe), dataclasses.replace(config, steps=_MOST_STEPS), check_loss=False)
+    # A loss check in the recorded step would need more memory than a step.
+    run = start(load_recipe(recipe), dataclasses.replace(config, steps=_MAX_STEPS), check_loss=False)
     data = iter(run.batches)
     with run.engine as engine:
         first = next(data)
@@ -80,6 +68,6 @@ def record(recipe: str, config: RunConfig, *, limit: int | None, allocator: bool
         if len(batch.sample_ids) < len(first.sample_ids):
             engine.step(batch)
             batch = next(data)
-        with record_memory(engine, limit_bytes=limit, summary=allocator) as recording:
+        with record_memory(engine, limit_bytes=limit) as recording:
             engine.step(batch)
     return recording.report

@@ -1,14 +1,13 @@
-"""`anybatch plan`: what fits into a device, without the device."""
+"""`anybatch plan`: predict what fits into a device, without the device."""
 
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from anybatch.cli.command import Parser, add_report_files, count, frozen_imports
+from anybatch.cli.command import Parser, add_report_files, frozen_imports, positive_int
 from anybatch.cli.status import Status
 from anybatch.errors import UserError
 
@@ -21,35 +20,31 @@ _DESCRIPTION = (
     "Predict the micro-batch size that fits into a device, the memory of a step by category, and changes that would "
     "help. The device is not needed, and no memory is allocated: the engine's step runs on fake tensors."
 )
-_CHECKPOINTING = {
-    "whole": "checkpointing",
-    "every-2nd": "checkpointing every 2nd block",
-    "selective": "checkpointing all but products",
-}
 _WEIGHTS = {
     "bf16": "bf16 weights",
     "bf16-split": "bf16 weights, split",
     "bf16-stochastic": "bf16 weights, rounded stochastically",
 }
-"""How bf16 weights are updated: the option, and the change of the plan."""
+"""Value of --weights -> name of the change in a plan."""
+_OPTIMIZER_CHANGES = {"adamw-fused": "fused optimizer", "adamw-8bit": "8-bit AdamW"}
 OPTIMIZERS = ("adamw", "adamw-fused", "adamw-8bit", "adam", "sgd", "adafactor", "rmsprop")
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run `anybatch plan` and return the exit status."""
     parser = make_parser()
-    given = vars(parser.parse(words))
-    asked = changes_of(given, parser)
+    given = parser.parse(argv)
+    changes = changes_of(given, parser)
     with frozen_imports():
         import anybatch.planner.plan
         import anybatch.planner.verification
-        import anybatch.recipes.planning.plan  # noqa: F401 (imported here, with its garbage collection frozen)
-    return plan_subject(given.pop("what"), **given, **asked)
+        import anybatch.recipes.planning.plan  # noqa: F401 (imported early, so that its objects are frozen)
+    return plan_subject(given, changes)
 
 
 def make_parser() -> Parser:
     """Return the parser of this command."""
-    parser = Parser("plan", _DESCRIPTION, explain_unknown=_explain_unknown)
+    parser = Parser("plan", _DESCRIPTION)
     parser.add_argument(
         "what",
         metavar="WHAT",
@@ -62,98 +57,82 @@ def make_parser() -> Parser:
     return parser
 
 
-def _explain_unknown(words: Sequence[str]) -> str:
-    """Return the error for unknown words; for a removed option, with the alternative."""
-    name = words[0].partition("=")[0]
-    if name in {"--samples", "--deadline", "--price"}:
-        return f"{name} was removed: multiply the predicted time of a step by the number of steps"
-    return f"unknown {'option' if name.startswith('-') else 'argument'} {name!r}"
-
-
 def _add_device(parser: Parser) -> None:
     add = parser.add_argument
     add(
         "--device",
         required=True,
         metavar="NAME|SIZE",
-        help='"RTX 4090", A100-40, H100, ... or its memory, such as 24GiB; cpu:8GiB counts tensors on a CPU',
+        help='"RTX 4090", A100-40, H100, ... or its memory, such as 24GiB; cpu:8GiB: a CPU with 8 GiB for tensors',
     )
     add("--devices", type=Path, metavar="FILE", help="JSON file of your own devices")
-    add("--ranks", type=count, default=1, metavar="N", help="number of devices (default: 1)")
-    add(
-        "--headroom",
-        type=fraction,
-        metavar="X",
-        help="part of the memory to keep free (default: 0.1 after --verify on this device, else 0.15)",
-    )
-    add("--expandable-segments", action="store_true", help="plan for an allocator with expandable_segments:True")
+    add("--ranks", type=positive_int, default=1, metavar="N", help="number of devices (default: 1)")
+    add("--headroom", type=fraction, metavar="X", help="fraction of the memory to keep free (default: 0.15)")
+    add("--expandable-segments", action="store_true", help="plan for the allocator setting expandable_segments:True")
 
 
 def _add_step(parser: Parser) -> None:
     add = parser.add_argument
-    add("--effective-batch-size", type=count, metavar="N", help="samples of one optimizer step, over all ranks")
-    add("--micro-batch-size", type=count, metavar="N", help="samples per micro-batch (default: the largest that fits)")
+    add("--effective-batch-size", type=positive_int, metavar="N", help="samples of one optimizer step, over all ranks")
+    add(
+        "--micro-batch-size",
+        type=positive_int,
+        metavar="N",
+        help="samples per micro-batch (default: the largest that fits)",
+    )
     add(
         "--sequence-length",
-        type=count,
+        type=positive_int,
         metavar="N",
         help="tokens per sample (default: the model's maximum, at most 8192)",
     )
     add("--precision", choices=("fp32", "bf16", "fp16"), help="number format (default: fp32; --fit may choose another)")
     add("--optimizer", choices=OPTIMIZERS, help="optimizer (default: the recipe's, or AdamW)")
-    add("--checkpointing", choices=tuple(_CHECKPOINTING), help="recompute blocks in the backward")
-    add("--lora", type=count, metavar="RANK", help="train adapters of this rank, over a frozen bf16 base")
+    add("--checkpointing", action="store_true", help="recompute the model's blocks in the backward")
+    add("--lora", type=positive_int, metavar="RANK", help="train LoRA adapters of this rank, over a frozen bf16 base")
     add(
         "--weights",
         choices=("bf16", "bf16-split", "bf16-stochastic", "4bit"),
         help="number format of weights, and how they are updated; 4bit needs --lora",
     )
-    add("--offload", action="store_true", help="keep saved activations in host memory")
     add(
         "--strategy",
         default="auto",
         metavar="NAME",
-        help="how ranks sum gradients: all_reduce, ddp, zero1 or fsdp (default: auto, by the device)",
+        help="how ranks sum gradients: all_reduce, ddp, zero1 or fsdp (default: auto, chosen for the device)",
     )
 
 
 def _add_answer(parser: Parser) -> None:
     add = parser.add_argument
     add("--fit", action="store_true", help="find the fastest combination of changes that fits")
-    add("--no-proposals", action="store_true", help="do not plan single changes; each takes as long as the plan")
+    add("--no-proposals", action="store_true", help="do not try changes that help; each takes as long as the plan")
     add(
         "--verify",
         action="store_true",
-        help="run the step on this machine's device, compare, and keep the result for later plans",
+        help="also run the step on this machine's device, and compare its memory with the plan",
     )
     add_report_files(add, "memory over the step")
     add("--json", action="store_true", help="print the plan as JSON")
 
 
-def changes_of(given: dict[str, Any], parser: Parser) -> dict[str, Any]:
-    """Remove the options about changes of the step from `given`, and return them as arguments of `ab.plan`.
+def changes_of(given: argparse.Namespace, parser: Parser) -> list[str]:
+    """Return the changes of the step that the options ask for, by their names in a plan.
 
     Exits with an error if options contradict each other.
     """
-    optimizer, lora, weights = given.pop("optimizer"), given.pop("lora"), given.pop("weights")
-    checkpointing, offload = given.pop("checkpointing"), given.pop("offload")
-    if weights == "4bit" and lora is None:
+    if given.weights == "4bit" and given.lora is None:
         parser.error("--weights 4bit freezes the base weights: add --lora RANK to train adapters.")
-    if checkpointing and offload:
-        parser.error("--offload and --checkpointing exclude each other: recomputed blocks save no activations.")
     changes = []
-    if lora is not None:
-        changes.append(f"LoRA of rank {lora}{' on a base in 4 bits' if weights == '4bit' else ''}")
-    elif weights in _WEIGHTS:
-        changes.append(_WEIGHTS[weights])
-    if checkpointing:
-        changes.append(_CHECKPOINTING[checkpointing])
-    if offload:
-        changes.append("offloading")
-    name, _, variant = (optimizer or "").partition("-")
-    if variant:
-        changes.append("fused optimizer" if variant == "fused" else "8-bit AdamW")
-    return {"changes": changes, "optimizer": name or None}
+    if given.lora is not None:
+        changes.append(f"LoRA of rank {given.lora}{' on a base in 4 bits' if given.weights == '4bit' else ''}")
+    elif given.weights in _WEIGHTS:
+        changes.append(_WEIGHTS[given.weights])
+    if given.checkpointing:
+        changes.append("checkpointing")
+    if given.optimizer in _OPTIMIZER_CHANGES:
+        changes.append(_OPTIMIZER_CHANGES[given.optimizer])
+    return changes
 
 
 def fraction(text: str) -> float:
@@ -168,56 +147,47 @@ def fraction(text: str) -> float:
     return value
 
 
-def plan_subject(
-    what: str,
-    *,
-    device: str,
-    devices: Path | None,
-    ranks: int,
-    headroom: float | None,
-    no_proposals: bool,
-    verify: bool,
-    figure: Path | None,
-    **choices: Any,  # noqa: ANN401 (passed on)
-) -> int:
-    """Print the plan of a recipe or model; return the exit status (out of memory if nothing fits)."""
-    from anybatch.planner.calibration import measure_rates
-    from anybatch.planner.measurements import KnownDevices
+def plan_subject(given: argparse.Namespace, changes: Sequence[str]) -> int:
+    """Print the plan of a recipe or model; return the exit status, which is out of memory if nothing fits."""
     from anybatch.planner.plan import as_json, draw_plan
-    from anybatch.planner.verification import keep
     from anybatch.planner.verification import verify as run_step
     from anybatch.recipes.planning.plan import plan
 
-    known, wants_json = KnownDevices(), choices.pop("json")
+    optimizer = given.optimizer and given.optimizer.partition("-")[0]
     found = plan(
-        what,
-        device=_own_device(device, devices),
-        world_size=ranks,
-        headroom=headroom,
-        known=known,
-        proposals=not no_proposals,
-        # The table of devices has no CPUs, so the rates of this one are measured.
-        rates=measure_rates("this CPU", time.perf_counter) if device.startswith("cpu:") else None,
-        **choices,
+        given.what,
+        device=_find_device(given.device, given.devices),
+        world_size=given.ranks,
+        headroom=given.headroom,
+        expandable_segments=given.expandable_segments,
+        effective_batch_size=given.effective_batch_size,
+        micro_batch_size=given.micro_batch_size,
+        sequence_length=given.sequence_length,
+        precision=given.precision,
+        optimizer=optimizer,
+        strategy=given.strategy,
+        changes=changes,
+        fit=given.fit,
+        proposals=not given.no_proposals,
     )
-    sys.stdout.write(f"{json.dumps(as_json(found), indent=1) if wants_json else found}\n")
-    beside = sys.stderr if wants_json else sys.stdout  # keeps the JSON output pure
+    sys.stdout.write(f"{json.dumps(as_json(found), indent=1) if given.json else found}\n")
+    notes = sys.stderr if given.json else sys.stdout  # standard output has only the JSON
     # A step that does not fit cannot be run.
-    if verify and found.baseline.fits:
-        measured = run_step(found.spec, found.baseline, _device_of(device))
-        beside.write(f"{measured}\n{keep(measured, found, known)}\n")
-    if figure is not None:
-        draw_plan(found, figure)
-        beside.write(f"wrote {figure}\n")
+    if given.verify and found.baseline.fits:
+        measured = run_step(found.spec, found.baseline, _device_of(given.device))
+        notes.write(f"{measured}\n")
+    if given.figure is not None:
+        draw_plan(found, given.figure)
+        notes.write(f"wrote {given.figure}\n")
     return Status.DONE if found.fits else Status.OUT_OF_MEMORY
 
 
-def _own_device(name: str, file: Path | None) -> "str | Device":
-    """Return the device of that name in the user's file, else the name."""
+def _find_device(name: str, file: Path | None) -> "str | Device":
+    """Return the device with this name in the user's file, else the name."""
     from anybatch.planner.devices import devices_of
 
-    own = () if file is None else devices_of(file)
-    return next((one for one in own if one.name == name), name)
+    devices = () if file is None else devices_of(file)
+    return next((device for device in devices if device.name == name), name)
 
 
 def _device_of(budget: str) -> "torch.device":

@@ -1,10 +1,9 @@
 """`anybatch scale RECIPE`: why N ranks are not N times as fast, and what to change."""
 
 import argparse
-import sys
+import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anybatch.cli.command import (
     DEFAULT_RECIPE,
@@ -12,43 +11,32 @@ from anybatch.cli.command import (
     add_recipe,
     add_report_files,
     add_settings,
-    count,
     integer,
     let_threads_sleep,
     link,
     memory_size,
-    number,
+    positive_int,
     print_report,
     progress_line,
-    size,
 )
 from anybatch.cli.status import Status
 from anybatch.core.run_config import RunConfig
-from anybatch.core.schedules import sizes_of
 from anybatch.errors import UserError
 
-if TYPE_CHECKING:
-    from anybatch.planner.forecast_report import Workload
-
 _DESCRIPTION = (
-    "Run steps of a recipe on several ranks of this machine's CPUs, with and without reduction, with several bucket "
-    "sizes, with and without data loading. Report what keeps N ranks from being N times as fast, what to change, and "
-    "the expected gain. The trained model is not kept."
+    "Run steps of a recipe on several ranks on this machine's CPUs: with and without summing gradients over ranks, "
+    "with several bucket sizes, with and without data loading. Report what keeps N ranks from being N times as fast, "
+    "what to change, and the expected gain. The trained model is not kept."
 )
 MEASURED = ("all_reduce", "ddp")
-_SIZE = 32
+_MAX_FORECAST_SIZE = 32
 """Maximum samples of a micro-batch in a forecast."""
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run `anybatch scale` and return the exit status."""
-    given = make_parser().parse(words)
+    given = make_parser().parse(argv)
     let_threads_sleep()
-    if given.log is not None:
-        from anybatch.diagnostics.step_times import read_steps
-
-        sys.stdout.write(f"{given.log}: parts of a step\n{read_steps(given.log)}\n")
-        return Status.DONE
     return scale_recipe(given) if given.forecast is None else run_forecast(given)
 
 
@@ -57,17 +45,11 @@ def make_parser() -> Parser:
     parser = Parser("scale", _DESCRIPTION)
     add = parser.add_argument
     add_recipe(parser, DEFAULT_RECIPE, DEFAULT_RECIPE)
-    add(
-        "--ranks",
-        type=count,
-        action="append",
-        metavar="N",
-        help="number of ranks; repeatable (default: 2); one rank is always measured too",
-    )
+    add("--ranks", type=positive_int, default=2, metavar="N", help="ranks to compare with a single rank (default: 2)")
     add_settings(add, "effective_batch_size", "seed", effective_batch_size="the recipe's")
     add(
         "--micro-batch-size",
-        type=count,
+        type=positive_int,
         metavar="N",
         help="samples per forward and backward (default: the fastest of a few)",
     )
@@ -87,9 +69,13 @@ def make_parser() -> Parser:
         help="another bucket size to try, such as 5MiB; repeatable (default: 1, 5, 25, 50 and 100 MiB, and the "
         "model's gradients in 1, 2, 4 and 8 parts)",
     )
-    add("--apply", action="store_true", help="try the first suggested change, and report the measured gain")
-    add("--seconds", type=count, default=20, metavar="N", help="seconds of measuring, approximately (default: 20)")
-    add("--log", type=Path, metavar="FILE", help="read the log of a finished run (events.jsonl) instead of measuring")
+    add(
+        "--seconds",
+        type=positive_int,
+        default=20,
+        metavar="N",
+        help="seconds of measuring, approximately (default: 20)",
+    )
     add_report_files(add, "the parts of a step, and the bucket sizes", with_json=True)
     _add_forecast(parser)
     return parser
@@ -97,7 +83,7 @@ def make_parser() -> Parser:
 
 def _add_forecast(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("forecast", "predict steps on more ranks").add_argument
-    add("--forecast", type=count, metavar="N", help="predict steps on up to N ranks")
+    add("--forecast", type=positive_int, metavar="N", help="predict steps on up to N ranks")
     add(
         "--link",
         type=link,
@@ -106,44 +92,15 @@ def _add_forecast(parser: argparse.ArgumentParser) -> None:
     )
     add("--inner-link", type=link, metavar="RATE,LATENCY", help="link between the devices of a host")
     add(
-        "--devices-per-host", type=count, default=1, metavar="N", help="devices that share the host's link (default: 1)"
-    )
-    add(
-        "--control-link",
-        type=link,
-        metavar="RATE,LATENCY",
-        help="latency of the control plane, over TCP (default: the link's, at least 100us)",
+        "--devices-per-host",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="devices that share the host's link (default: 1)",
     )
     add("--algorithm", choices=("best", "ring", "tree", "gloo"), default="best", help="all-reduce (default: best)")
-    add(
-        "--reduction",
-        choices=("every_micro_batch", "last_micro_batch"),
-        default="last_micro_batch",
-        help="when fsdp reduces gradients (default: last_micro_batch)",
-    )
-    add("--weak-scaling", action="store_true", help="keep the share of a rank, so the effective batch grows with ranks")
-    add("--accumulation-steps", type=count, metavar="N", help="micro-batches per rank (default: as few as fit)")
-    add(
-        "--variation",
-        type=number,
-        default=0.0,
-        metavar="X",
-        help="variation of the ranks' times, standard deviation over mean (default: 0)",
-    )
-    add(
-        "--micro-batch-seconds",
-        type=number,
-        metavar="X",
-        help="seconds of one micro-batch, instead of timing the recipe",
-    )
-    add("--fixed-seconds", type=number, default=0.0, metavar="X", help="fixed seconds of a micro-batch (default: 0)")
-    add("--update-seconds", type=number, default=0.0, metavar="X", help="seconds of the optimizer update (default: 0)")
-    add(
-        "--gradient-bytes",
-        type=size,
-        metavar="SIZE",
-        help="size of all gradients, such as 102MB, with --micro-batch-seconds",
-    )
+    add("--weak-scaling", action="store_true", help="keep the samples per rank, so the batch grows with the ranks")
+    add("--accumulation-steps", type=positive_int, metavar="N", help="micro-batches per rank (default: as few as fit)")
 
 
 def scale_recipe(given: argparse.Namespace) -> int:
@@ -154,12 +111,9 @@ def scale_recipe(given: argparse.Namespace) -> int:
     from anybatch.diagnostics.figures import draw_scaling
     from anybatch.diagnostics.scale import measure_scaling
     from anybatch.diagnostics.scaling_ranks import RunSettings
-    from anybatch.recipes.load import (
-        MeasuredJob,
-        load_recipe,
-    )
+    from anybatch.recipes.load import MeasuredJob, load_recipe
 
-    load_recipe(given.recipe)  # a mistake is reported here, not by a rank
+    load_recipe(given.recipe)  # reports a mistake before any rank is started
     config = RunConfig(effective_batch_size=given.effective_batch_size, seed=given.seed)
     job = MeasuredJob(recipe=given.recipe, config=config)
     settings = RunSettings(
@@ -172,11 +126,10 @@ def scale_recipe(given: argparse.Namespace) -> int:
         report = measure_scaling(
             job.train_spec,
             job.data,
-            ranks=given.ranks or (2,),
+            num_ranks=given.ranks,
             settings=settings,
             bucket_sizes=given.buckets,
-            most_seconds=given.seconds,
-            apply=given.apply,
+            max_seconds=given.seconds,
             tell=tell,
         )
     print_report(f"{given.recipe}: what limits scaling?", report, draw_scaling, given)
@@ -184,81 +137,34 @@ def scale_recipe(given: argparse.Namespace) -> int:
 
 
 def run_forecast(given: argparse.Namespace) -> int:
-    """Print the forecast that the options ask for, and return the exit status."""
+    """Time the recipe on one rank, print the forecast that the options ask for, and return the exit status."""
     if given.link is None:
         message = "a forecast needs the network between hosts: --link 400Gbit,5us."
         raise UserError(message)
-    from anybatch.planner.forecast import forecast
+    from anybatch.planner.forecast import forecast, time_one_rank
     from anybatch.planner.forecast_report import Cluster, draw_forecast
+    from anybatch.recipes.load import MeasuredJob, load_recipe
 
     cluster = Cluster(
         link=given.link,
         inner_link=given.inner_link,
         devices_per_host=given.devices_per_host,
         algorithm=given.algorithm,
-        control_link=given.control_link,
     )
-    workload, origin = _by_hand(given) if given.micro_batch_seconds is not None else _timed(given)
-    report = forecast(workload, cluster, world_size=given.forecast, strategy=given.strategy, reduction=given.reduction)
-    print_report(origin, report, draw_forecast, given)
+    requested = RunConfig(effective_batch_size=given.effective_batch_size)
+    effective = requested.with_defaults(load_recipe(given.recipe).defaults).largest_batch_size
+    size = min(given.micro_batch_size or _MAX_FORECAST_SIZE, effective)
+
+    def job(num_samples: int) -> Any:  # noqa: ANN401 (see `SizedJob`)
+        sized = MeasuredJob(recipe=given.recipe, config=RunConfig(effective_batch_size=num_samples))
+        return sized.train_spec(), sized.data(steps=1)
+
+    workload = dataclasses.replace(
+        time_one_rank(job, size),
+        effective_batch_size=None if given.weak_scaling else effective,
+        accumulation_steps=given.accumulation_steps,
+        bucket_bytes=given.bucket,
+    )
+    report = forecast(workload, cluster, world_size=given.forecast, strategy=given.strategy)
+    print_report(f"{given.recipe}: forecast from times of one rank on this machine:", report, draw_forecast, given)
     return Status.DONE
-
-
-def _by_hand(given: argparse.Namespace) -> "tuple[Workload, str]":
-    """Return the workload given by options, and the title of the forecast."""
-    from anybatch.core.geometry import SecondsFit
-    from anybatch.planner.forecast_report import Workload
-
-    if given.gradient_bytes is None:
-        message = "--micro-batch-seconds also needs the size of the gradients: add --gradient-bytes 102MB."
-        raise UserError(message)
-    size, fixed = given.micro_batch_size or _SIZE, given.fixed_seconds
-    if not 0.0 <= fixed <= given.micro_batch_seconds:
-        message = f"--fixed-seconds {fixed} must be a part of --micro-batch-seconds {given.micro_batch_seconds}."
-        raise UserError(message)
-    workload = Workload(
-        micro_batch=SecondsFit(fixed, (given.micro_batch_seconds - fixed) / size),
-        micro_batch_size=size,
-        gradient_bytes=given.gradient_bytes,
-        update_seconds=given.update_seconds,
-        **_common(given, max(sizes_of(given.effective_batch_size)) if given.effective_batch_size else None),
-    )
-    return workload, "Forecast from the given times:"
-
-
-def _timed(given: argparse.Namespace) -> "tuple[Workload, str]":
-    """Time the recipe on this machine; return its workload and the title of the forecast."""
-    from anybatch.planner.forecast import time_one_rank
-    from anybatch.planner.forecast_report import Workload
-    from anybatch.recipes.load import (
-        MeasuredJob,
-        load_recipe,
-    )
-
-    asked = RunConfig(effective_batch_size=given.effective_batch_size)
-    effective = asked.over(load_recipe(given.recipe).defaults).largest_batch_size
-    size = min(given.micro_batch_size or _SIZE, effective)
-
-    def job(num_samples: int) -> Any:  # noqa: ANN401 (as `SizedJob` says)
-        made = MeasuredJob(recipe=given.recipe, config=RunConfig(effective_batch_size=num_samples))
-        return made.train_spec(), made.data(steps=1)
-
-    found = time_one_rank(job, size)
-    workload = Workload(
-        micro_batch=found.micro_batch,
-        micro_batch_size=size,
-        gradient_bytes=found.gradient_bytes,
-        update_seconds=found.update_seconds,
-        num_parameters=found.num_parameters,
-        **_common(given, effective),
-    )
-    return workload, f"{given.recipe}: forecast from times of one rank on this machine:"
-
-
-def _common(given: argparse.Namespace, effective_batch_size: int | None) -> dict[str, Any]:
-    return {
-        "effective_batch_size": None if given.weak_scaling else effective_batch_size,
-        "accumulation_steps": given.accumulation_steps,
-        "bucket_bytes": given.bucket,
-        "variation": given.variation,
-    }

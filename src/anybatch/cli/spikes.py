@@ -1,10 +1,9 @@
 """`anybatch spikes LOG`: find loss spikes in the log of a run."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from anybatch.cli.command import Parser
+from anybatch.cli.command import Parser, number, print_report
 from anybatch.cli.status import Status
 
 _DESCRIPTION = (
@@ -13,14 +12,14 @@ _DESCRIPTION = (
 )
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run `anybatch spikes` and return the exit status."""
-    given = make_parser().parse(words)
+    given = make_parser().parse(argv)
     from anybatch.core.spikes import SpikeRule
     from anybatch.diagnostics.spike_log import read_spikes
 
     report = read_spikes(given.log, SpikeRule(strictness=given.strictness))
-    sys.stdout.write(f"Loss spikes in {given.log}\n{report}\n")
+    print_report(f"Loss spikes in {given.log}", report, None, given)
     return Status.DONE
 
 
@@ -30,9 +29,9 @@ def make_parser() -> Parser:
     parser.add_argument("log", type=Path, metavar="LOG", help="events.jsonl, or the folder of a run")
     parser.add_argument(
         "--strictness",
-        type=float,
+        type=number,
         default=7.0,
         metavar="X",
-        help="how unlikely a rise must be by chance; lower finds more, with more false alarms (default: 7)",
+        help="how certain a rise must be: chance alone causes one in about exp(-2 X) of the steps (default: 7)",
     )
     return parser

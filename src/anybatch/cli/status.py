@@ -1,6 +1,6 @@
 """How a command ends: its exit status, and the text about an error.
 
-An expected error is a message; if the user's code failed, the text has the frames of that code.
+The text of an expected error is a message; if the user's code failed, the text has the frames of that code.
 """
 
 import errno
@@ -24,7 +24,7 @@ from anybatch.errors import (
 )
 
 _PACKAGE = Path(__file__).parents[1]
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class Status(IntEnum):
@@ -44,13 +44,17 @@ class Status(IntEnum):
     CLOSED_PIPE = 141
 
 
+class ParserExit(SystemExit):
+    """The end of a command by its parser: after --help, or after a wrong option."""
+
+
 def status_of(error: BaseException) -> Status:
     """Return the exit status for an error that ends a command."""
     if isinstance(error, KeyboardInterrupt):
         return Status.INTERRUPTED
     if is_output_closed(error):
         return Status.CLOSED_PIPE
-    if isinstance(error, CheckpointError) or (isinstance(error, OSError) and error.errno in _FULL):
+    if isinstance(error, CheckpointError) or (isinstance(error, OSError) and error.errno in _DISK_FULL):
         return Status.FILES
     for kind, status in (
         (UserError, Status.USAGE),
@@ -66,7 +70,7 @@ def status_of(error: BaseException) -> Status:
 
 
 def is_unusable_file(error: BaseException) -> TypeGuard[OSError]:
-    """Return whether a file chosen by the user cannot be used, not counting errors of the user's own code."""
+    """Return whether a file chosen by the user cannot be used; False for errors in the user's own code."""
     return isinstance(error, OSError) and error.filename is not None and users_traceback(error) is None
 
 
@@ -79,12 +83,12 @@ def explain(error: BaseException, *, in_full: bool | None = None) -> str:
     """Return the text to print about an error; the full traceback with `in_full` or under `python -X dev`."""
     if sys.flags.dev_mode if in_full is None else in_full:
         return "".join(traceback.format_exception(error)).rstrip()
-    message = _foreseen(error)
+    message = _expected_message(error)
     if message is not None:
         return f"anybatch: {message}"
-    own = users_traceback(error)
-    if own is not None:
-        return f"anybatch: the recipe's own code failed:\n\n{own}"
+    user_frames = users_traceback(error)
+    if user_frames is not None:
+        return f"anybatch: the recipe's own code failed:\n\n{user_frames}"
     full = "".join(traceback.format_exception(error)).rstrip()
     return (
         "anybatch: Internal error: this is a bug in anybatch. Please report it with the output of 'anybatch env'."
@@ -92,8 +96,8 @@ def explain(error: BaseException, *, in_full: bool | None = None) -> str:
     )
 
 
-def _foreseen(error: BaseException) -> str | None:
-    """Return the message for an error that needs no traceback; None for any other."""
+def _expected_message(error: BaseException) -> str | None:
+    """Return the message for an error that needs no traceback; None for other errors."""
     if isinstance(error, AnyBatchError):
         return str(error)
     status = status_of(error)
@@ -106,7 +110,7 @@ def _foreseen(error: BaseException) -> str | None:
         )
     if isinstance(error, OSError) and status is Status.FILES:
         what = "the output" if error.filename is None else os.fspath(error.filename)
-        return f"cannot write {what}: {error.strerror}. Free some space, or choose a place on another disk."
+        return f"cannot write {what}: {error.strerror}. Free some space, or choose a folder on another disk."
     if is_unusable_file(error):
         return f"cannot use {error.filename!r}: {error.strerror}. Check the path and its permissions."
     return None
@@ -115,6 +119,8 @@ def _foreseen(error: BaseException) -> str | None:
 def users_traceback(error: BaseException) -> str | None:
     """Return the traceback from the first frame of the user's code; None without such a frame."""
     shown = traceback.TracebackException.from_exception(error)
+    if isinstance(error, SyntaxError):  # the user's file did not run, so it has no frame
+        return "".join(shown.format_exception_only()).rstrip()
     foreign = [number for number, frame in enumerate(shown.stack) if not _is_ours(frame.filename)]
     if not foreign:
         return None
@@ -127,7 +133,7 @@ def users_traceback(error: BaseException) -> str | None:
 
 def _is_ours(filename: str) -> bool:
     """Return whether a frame belongs to anybatch, its guide, torch or Python."""
-    # Code without a file, such as Python's frozen modules.
+    # Python's frozen modules and other code without a file.
     if filename.startswith("<"):
         return True
     # A module that is not loaded has no frames, and importing torch would take seconds.
@@ -141,7 +147,7 @@ def _is_ours(filename: str) -> bool:
 
 
 def _is_installed(filename: str) -> bool:
-    return any(_is_in(filename, sysconfig.get_path(place)) for place in ("purelib", "platlib"))
+    return any(_is_in(filename, sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 
 
 def _is_in(filename: str, folder: str | Path) -> bool:
@@ -170,7 +176,7 @@ def discard_unwritable_output() -> None:
 
 
 def _has_no_reader(stream: TextIO) -> bool:
-    # Polled, because a stream drops unwritten data, so another write may succeed.
+    # A write would not tell: the stream has dropped the unwritten data, so another write may succeed.
     poller = select.poll()
     try:
         poller.register(stream.fileno(), 0)

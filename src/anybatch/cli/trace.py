@@ -10,14 +10,14 @@ from anybatch.events.chrome_trace import rank_logs, write_chrome_trace
 
 _DESCRIPTION = (
     "Convert the log of a finished or running run to a trace: phases, micro-batches and reductions of each rank on one "
-    "time axis, with memory, loss and diagnoses. Open it in https://ui.perfetto.dev."
+    "time axis, with memory, loss and the engine's warnings. Open the trace in https://ui.perfetto.dev."
 )
-_EPILOG = "Times are host times; on an accelerator, work shows up where the host waits for it."
+_EPILOG = "Times are measured on the host: the work of an accelerator appears where the host waits for it."
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run `anybatch trace` and return the exit status."""
-    given = make_parser().parse(words)
+    given = make_parser().parse(argv)
     logs = rank_logs(given.run)
     target = given.out or logs[0].with_name("trace.json")
     report = write_chrome_trace(logs, target, first_step=given.first_step, last_step=given.last_step)
@@ -39,9 +39,9 @@ def make_parser() -> Parser:
         "run",
         type=Path,
         metavar="RUN",
-        help="folder of a run, or its events.jsonl; other ranks' logs are found next to it",
+        help="folder of a run, or its events.jsonl; the logs of other ranks are in the same folder",
     )
     add("--out", type=output_file, metavar="FILE", help="file to write (default: trace.json next to the log)")
     add("--first-step", type=integer, default=0, metavar="N", help="first step to include (default: 0)")
-    add("--last-step", type=integer, metavar="N", help="last step to include (default: the last of the log)")
+    add("--last-step", type=integer, metavar="N", help="last step to include (default: the last in the log)")
     return parser

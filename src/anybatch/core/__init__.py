@@ -1,1 +1,1 @@
-"""Pure facts: numbers and tensors in, numbers and tensors out."""
+"""Pure functions and values: numbers and tensors in, numbers and tensors out."""

@@ -8,14 +8,14 @@ independently, each part has the mean p_k G, where G is the gradient over all da
     variance(g) is estimated by  sum |g_k|^2 - |G|^2 sum p_k^2
 
 Both are unbiased for micro-batches of any sizes, on any ranks, and of unequal noise: the first averages the inner
-products of different micro-batches, and variances of independent parts add up. For equal micro-batches they are those
-of McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", arXiv 1812.06162, appendix A.1.
+products of different micro-batches, and variances of independent parts add up. For equal micro-batches they equal the
+estimates of McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", arXiv 1812.06162, appendix A.1.
 
 The *noise scale* is N variance(g) / |G|^2 with N samples in the batch: the batch size at which noise and gradient are
-equally large. Both parts are averaged over steps before the division: the ratio of a single step is far off, and the
-mean of such ratios is not the ratio of the means.
+equally large. Numerator and denominator are averaged over steps before the division: the ratio of a single step is very
+noisy, and the mean of such ratios is not the ratio of the means.
 
-Limits. It is an estimate of the critical batch size, not that size itself: it assumes a loss of equal curvature in all
+Limits. The noise scale is only an estimate of the critical batch size: it assumes a loss of equal curvature in all
 directions (the paper's B_simple), and Merrill et al. 2025, arXiv 2505.23971, find it an unreliable stand-in. Samples
 that are drawn without replacement from a set of M are not independent: the estimate of |G|^2 is then for the
 distribution from which the set was drawn; for the set itself, add (variance of a sample) / M. A mean over a varying
@@ -23,17 +23,17 @@ count (tokens) has the mean G only if length and gradient are independent.
 
 At a learning rate that suits each size, an effective batch of B samples needs about
 
-    steps(B)   = least_steps (1 + B_crit / B)
-    samples(B) = B steps(B) = least_samples (1 + B / B_crit)
+    steps(B)   = min_steps (1 + B_crit / B)
+    samples(B) = B steps(B) = min_samples (1 + B / B_crit)
 
 to reach the same loss, with the critical batch size B_crit (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11).
-If a step takes `overhead + B x seconds_per_sample`, the time is least at
+If a step takes `overhead + B x seconds_per_sample`, the total time has its minimum at
 
     B* = sqrt(B_crit x overhead / seconds_per_sample)
 
-by setting the derivative of `(overhead + B s) (1 + B_crit / B)` to 0. Larger batches than that take longer.
+where the derivative of `(overhead + B s) (1 + B_crit / B)` is 0.
 
-Limits. B_crit changes during a run, and the noise scale used for it is an estimate. Memory is not part of the model:
+Limits. B_crit changes during a run, and is replaced by the noise scale, an estimate. Memory is not part of the model:
 accumulation leaves the seconds per sample unchanged, and only saves time by sharing the overhead.
 """
 
@@ -46,9 +46,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from anybatch.core.geometry import checked_int
+from anybatch.errors import UserError
+
+ALL = "all parameters"
+"""Name of the only row, in records and checkpoints."""
 NUM_MOMENTS = 9
-"""Columns of the moments: sums over steps of w, wA, wV, w^2, w^2 A, w^2 V, w^2 A^2, w^2 A V, w^2 V^2."""
-_FEWEST_STEPS = 10.0
+"""Columns of the moments: sums over steps of w, wA, wV, w^2, w^2 A, w^2 V, w^2 A^2, w^2 A V, w^2 V^2.
+
+w is the weight of a step, A its estimate of |G|^2, and V its estimate of the variance of one sample's gradient.
+"""
+_MIN_STEPS = 10.0
 _NORMAL = 1.959963984540054
 # Abramowitz and Stegun 1964, 26.7.5: the quantile of Student's t as a series in 1 / (degrees of freedom), at 97.5%.
 _STUDENT = (
@@ -60,16 +68,17 @@ _STUDENT = (
 
 
 class NoiseParts(NamedTuple):
-    """The two estimates of one effective batch; tensors of any shape, one value per group of parameters."""
+    """The estimates of |G|^2 and variance(g) from one effective batch; tensors of any shape."""
 
     squared_norm: Tensor
     variance: Tensor
 
 
 def noise_parts(of_sum: Tensor, of_parts: Tensor, squared_shares: "Tensor | float") -> NoiseParts:
-    """Return the two unbiased estimates of one effective batch.
+    """Return the two unbiased estimates from one effective batch.
 
-    The plain loop, over pairs of different micro-batches: `sum(g_j @ g_k) / sum(p_j * p_k)` is the squared norm.
+    `of_sum` is |g|^2, `of_parts` sum |g_k|^2, and `squared_shares` sum p_k^2. The plain loop, over pairs of different
+    micro-batches: `sum(g_j @ g_k) / sum(p_j * p_k)` is the squared norm.
     """
     squared_norm = (of_sum - of_parts) / (1.0 - squared_shares)
     return NoiseParts(squared_norm, of_parts - squared_norm * squared_shares)
@@ -78,11 +87,11 @@ def noise_parts(of_sum: Tensor, of_parts: Tensor, squared_shares: "Tensor | floa
 def with_step(
     moments: Float[Tensor, "row 9"], parts: NoiseParts, *, weight: "Tensor | float", num_samples: int, decay: float
 ) -> Float[Tensor, "row 9"]:
-    """Return moments with one step added and the earlier steps decayed; nothing waits for the device.
+    """Return the moments with one step added and the earlier steps decayed, without waiting for the device.
 
-    A step with non-finite numbers (an fp16 overflow) leaves them unchanged. `weight` is the information in the step, so
-    that a small last batch gets little: the number of pairs of samples in different micro-batches, `N^2 (1 - sum
-    p_k^2)`. `decay` is the factor of a step's weight for each later step.
+    A step with non-finite numbers (an fp16 overflow) leaves the moments unchanged. `weight` is the number of pairs of
+    samples in different micro-batches, `N^2 (1 - sum p_k^2)`, so that a small last batch gets little weight. `decay` is
+    the factor by which each later step reduces the weight of a step.
     """
     one, (a, v) = torch.as_tensor(weight).to(moments), (parts.squared_norm, num_samples * parts.variance)
     first = torch.stack([torch.ones_like(a), a, v], dim=1)
@@ -93,7 +102,7 @@ def with_step(
 
 
 def noise_interval(moments: Float[Tensor, "row 9"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return noise scales in samples, and the two ends of their 95% intervals, each of shape (rows,).
+    """Return the noise scale of each row in samples, and the lower and upper ends of its 95% interval: three (rows,).
 
     The upper end is infinite while |G|^2 cannot be distinguished from 0: then only a lower bound is known. The
     intervals follow Fieller 1954, "Some problems in interval estimation": they contain every ratio r for which the mean
@@ -113,40 +122,62 @@ def noise_interval(moments: Float[Tensor, "row 9"]) -> tuple[Tensor, Tensor, Ten
     # (mean_v - r mean_a)^2 <= t2 (var_v - 2 r cov + r^2 var_a), as a r^2 - 2 b r + c <= 0.
     a, b, c = mean_a**2 - t2 * var_a, mean_a * mean_v - t2 * cov, mean_v**2 - t2 * var_v
     root = (b * b - a * c).clamp(min=0.0).sqrt()
-    is_bounded, never, above = (a > 0) & (mean_a > 0), torch.full_like(a, math.inf), num_steps >= _FEWEST_STEPS
+    is_bounded, infinite, enough = (a > 0) & (mean_a > 0), torch.full_like(a, math.inf), num_steps >= _MIN_STEPS
     # The lower positive root, in the form without a difference of nearly equal numbers.
     low = torch.where((b + root > 0) & (c > 0), c / (b + root), torch.zeros_like(c))
-    high = torch.where(is_bounded, (b + root) / a, never)
-    return mean_v / mean_a, torch.where(above, low, torch.zeros_like(low)), torch.where(above, high, never)
+    high = torch.where(is_bounded, (b + root) / a, infinite)
+    return mean_v / mean_a, torch.where(enough, low, torch.zeros_like(low)), torch.where(enough, high, infinite)
 
 
 # eq=False: comparing two estimates would compare tensors, and wait for the device.
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class NoiseEstimate:
-    """The gradient noise, smoothed over steps. Reading a number waits for the device; it prints as one line.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientNoise:
+    """Settings to measure the gradient's noise scale: `Engine(..., noise=GradientNoise())`.
 
-    Attributes:
-        names: label of each row: "all parameters" first, then groups or layers.
-        moments: sums over steps, on the device; see `with_step`.
-        items: the loss's items, such as "tokens".
-        items_per_sample: their number per sample of the last batch.
+    Args:
+        every: steps between measurements; each one reads the gradient of every micro-batch once more.
+        decay: weight of a measurement relative to the next one; 0.99 averages over about 200 of them.
+
+    Raises:
+        UserError: an invalid value.
     """
 
-    names: tuple[str, ...]
-    moments: Float[Tensor, "row 9"]
+    every: int = 10
+    decay: float = 0.99
+
+    def __post_init__(self) -> None:
+        """Refuse invalid values."""
+        checked_int("every", self.every)
+        if not 0.0 < self.decay < 1.0:
+            message = f"decay={self.decay} must be between 0 and 1, such as 0.99 for an average over 200 measurements."
+            raise UserError(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NoiseEstimate:
+    """The gradient noise, averaged over steps. Reading a number waits for the device; `str` gives one line.
+
+    Attributes:
+        moments: sums over steps, on the device; see `with_step`.
+        items: the items over which the loss is a mean, such as "tokens".
+        items_per_sample: number of items per sample in the last batch.
+    """
+
+    moments: Float[Tensor, "1 9"]
     items: str = "samples"
     items_per_sample: "Tensor | float" = 1.0
 
     @property
     def scale(self) -> float:
-        """The noise scale of all parameters in samples, an estimate of the critical batch size; NaN before a step."""
-        scale = self.scales[self.names[0]]
+        """The noise scale in samples, an estimate of the critical batch size; NaN before the first step."""
+        scale = float(noise_interval(self.moments)[0])
         return math.inf if scale < 0 else scale
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Its 95% interval; the upper end is infinite while only a lower bound is known."""
-        return self.intervals[self.names[0]]
+        """The 95% interval of the noise scale; the upper end is infinite while only a lower bound is known."""
+        _, low, high = noise_interval(self.moments)
+        return float(low), float(high)
 
     @property
     def is_known(self) -> bool:
@@ -154,25 +185,14 @@ class NoiseEstimate:
         return math.isfinite(self.interval[1])
 
     @property
-    def scales(self) -> dict[str, float]:
-        """The noise scale in samples of each row."""
-        return dict(zip(self.names, noise_interval(self.moments)[0].tolist(), strict=True))
+    def squared_norm(self) -> float:
+        """The squared norm of the gradient over all data."""
+        return float(self.moments[0, 1] / self.moments[0, 0])
 
     @property
-    def intervals(self) -> dict[str, tuple[float, float]]:
-        """The 95% interval of each row."""
-        _, low, high = noise_interval(self.moments)
-        return dict(zip(self.names, zip(low.tolist(), high.tolist(), strict=True), strict=True))
-
-    @property
-    def squared_norms(self) -> dict[str, float]:
-        """The squared norm of the gradient over all data, by row."""
-        return dict(zip(self.names, (self.moments[:, 1] / self.moments[:, 0]).tolist(), strict=True))
-
-    @property
-    def variances(self) -> dict[str, float]:
-        """The variance of the gradient of one sample, by row; the mean of n samples has an nth of it."""
-        return dict(zip(self.names, (self.moments[:, 2] / self.moments[:, 0]).tolist(), strict=True))
+    def variance(self) -> float:
+        """The variance of the gradient of one sample, n times that of the mean over n samples."""
+        return float(self.moments[0, 2] / self.moments[0, 0])
 
     def __str__(self) -> str:
         """Return the estimate and its interval, or its lower bound."""
@@ -180,7 +200,7 @@ class NoiseEstimate:
 
 
 def in_words(scale: float, interval: Sequence[float], items: str = "samples", items_per_sample: float = 1.0) -> str:
-    """Return an estimate of the noise scale as a clause: `noise scale about 412 samples (95% interval 350 to 480)`."""
+    """Return an estimate of the noise scale as text: `noise scale about 412 samples (estimate; 95% interval ...)`."""
     low, high = interval
     if math.isinf(high):
         known = f"noise scale at least {low:,.0f} samples" if low > 0 else "noise scale not known yet"
@@ -191,12 +211,12 @@ def in_words(scale: float, interval: Sequence[float], items: str = "samples", it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCost:
-    """The cost of a run by its effective batch size, up to a factor common to all sizes.
+    """The steps, samples and time that a run needs to reach a loss, as functions of its effective batch size.
 
     Attributes:
         critical_batch_size: samples; infinite if no batch is large enough.
         overhead_seconds: fixed time of a step of any size: reduction, clipping, the optimizer, launching.
-        seconds_per_sample: time per sample of the whole job: on N ranks, an Nth of a single rank's.
+        seconds_per_sample: time per sample over all ranks: on N ranks, 1/N of the time of a single rank.
     """
 
     critical_batch_size: float
@@ -205,33 +225,25 @@ class BatchCost:
 
     @property
     def best(self) -> float:
-        """The effective batch size with the least time to a loss, in samples; 0 without overhead."""
+        """The effective batch size that reaches a loss in the shortest time, in samples; 0 without overhead."""
         return math.sqrt(self.critical_batch_size * self.overhead_seconds / self.seconds_per_sample)
 
     def steps(self, size: float, *, by: float) -> float:
-        """Return the steps to the same loss at `size`, relative to size `by`."""
+        """Return the number of steps to the same loss at `size`, divided by the number at size `by`."""
         return (1.0 + self.critical_batch_size / size) / (1.0 + self.critical_batch_size / by)
 
     def samples(self, size: float, *, by: float) -> float:
-        """Return the samples to the same loss at `size`, relative to size `by`."""
+        """Return the number of samples to the same loss at `size`, divided by the number at size `by`."""
         return size / by * self.steps(size, by=by)
 
     def step_seconds(self, size: float) -> float:
-        """Return the seconds of a step."""
+        """Return the seconds of a step with `size` samples."""
         return self.overhead_seconds + size * self.seconds_per_sample
 
     def seconds(self, size: float, *, by: float) -> float:
-        """Return the time to the same loss at `size`, relative to size `by`."""
+        """Return the time to the same loss at `size`, divided by the time at size `by`."""
         return self.steps(size, by=by) * self.step_seconds(size) / self.step_seconds(by)
 
     def at(self, critical_batch_size: float) -> "BatchCost":
         """Return the same cost with another critical batch size, such as an end of its interval."""
         return replace(self, critical_batch_size=critical_batch_size)
-
-    def on_ranks(self, num_ranks: int, reduction_seconds: float) -> "BatchCost":
-        """Return the cost on `num_ranks` times the ranks; summing gradients adds `reduction_seconds` to a step."""
-        return replace(
-            self,
-            overhead_seconds=self.overhead_seconds + reduction_seconds,
-            seconds_per_sample=self.seconds_per_sample / num_ranks,
-        )

@@ -1,13 +1,13 @@
-"""How the learning rate depends on the batch size.
+"""Scale learning rates with the batch size.
 
 Changing the effective batch size changes the noise of every update, so a learning rate tuned at one size is wrong at
-another. A *scaling rule* converts it once, before training; a schedule then multiplies it by a factor in
-each step. `AdaScale` does both, step by step, using the measured noise. The range of each rule was measured on small
-networks: `benchmarks/learning_rate_rules.py`, docs/learning_rates.md.
+another. A *scaling rule* converts the rate once, before training; a schedule then multiplies it by a factor in each
+step.
+The range of each rule was measured on small networks: `benchmarks/learning_rate_rules.py`, docs/learning_rates.md.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -15,20 +15,21 @@ import torch
 
 from anybatch.core.geometry import checked_int
 from anybatch.core.run_config import ScalingRule
+from anybatch.core.schedules import check_not_negative
 from anybatch.errors import BatchSizeError, ParameterError, UserError
 
 Memory = Literal["samples", "steps"]
-"""The unit in which running averages of gradients keep their length when the batch grows."""
+"""The unit in which the length of running averages of gradients (momentum, betas) is kept when the batch grows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledRate:
-    """A learning rate scaled from one batch size to another, with betas and eps; it prints as one line.
+    """A learning rate scaled from one batch size to another, with betas and eps; `str` gives one line.
 
     Attributes:
         rule: the scaling rule that was applied.
-        base_batch_size: samples per optimizer step that the base values were tuned with.
-        effective_batch_size: samples per optimizer step that the scaled values are for.
+        base_batch_size: samples per optimizer step for which the base values were tuned.
+        effective_batch_size: samples per optimizer step for which the values are scaled.
         factor: learning rate / base learning rate.
         base_learning_rate: the learning rate before scaling.
         learning_rate: the scaled learning rate.
@@ -86,31 +87,31 @@ def scale_rate(
       warm-up that starts at the base rate (`WarmUp(num_steps=..., start_factor=1 / kappa)`) and takes about 5 epochs.
     - "sqrt": lr x sqrt(kappa), betas -> betas ** kappa, eps -> eps / sqrt(kappa). Malladi et al. 2022, arXiv
       2205.10287, for Adam and RMSprop. They give 1 - beta -> kappa (1 - beta), which leaves [0, 1) for large kappa;
-      beta ** kappa agrees to first order, never leaves it, and keeps the half-life of the average in samples (Marek et
-      al. 2025, arXiv 2507.07101). For SGD, which has no betas, it keeps the variance of the update (Krizhevsky 2014,
-      arXiv 1404.5997; Hoffer et al. 2017, arXiv 1705.08741): a cautious choice, lower than linear.
+      beta ** kappa agrees to first order, stays in [0, 1), and keeps the half-life of the average in samples (Marek et
+      al. 2025, arXiv 2507.07101). For SGD, which has no betas, the rule keeps the variance of the update (Krizhevsky
+      2014, arXiv 1404.5997; Hoffer et al. 2017, arXiv 1705.08741): a cautious choice, lower than linear.
     - "none": nothing is scaled.
 
-    As published, "linear" and "none" keep the length of running averages of gradients in steps, and "sqrt" keeps that
-    of betas in samples. `memory` overrides this: "samples" raises every decay rate, momentum included, to the power
-    kappa, which keeps its half-life in samples. With momentum in torch's form (u = momentum u + g, p -= lr u), a
-    gradient moves p by lr / (1 - momentum) times itself in total. So the rate is also multiplied by (1 - momentum **
-    kappa) / (1 - momentum), and rate / (1 - momentum) follows the rule. If the rate changes between steps, this form
-    needs no correction of u; the form u = momentum u + lr g does (Goyal et al. 2017, section 3).
+    As published, "linear" and "none" keep the length of running averages of gradients in steps; "sqrt" keeps the length
+    of the averages with betas in samples. `memory` overrides this: "samples" raises every decay rate, including
+    momentum, to the power kappa, which keeps the half-life in samples. With momentum in torch's form (u = momentum u +
+    g, p -= lr u), a gradient g moves p by g x lr / (1 - momentum) in total. So that lr / (1 - momentum) follows the
+    rule, lr is also multiplied by (1 - momentum ** kappa) / (1 - momentum). If the rate changes between steps, this
+    form needs no correction of u; the form u = momentum u + lr g does (Goyal et al. 2017, section 3).
 
     Limits: the rules are valid only while gradient noise dominates, well below the critical batch size (McCandlish et
     al. 2018, arXiv 1812.06162); above it they give too large a rate. The betas are exact to first order in kappa (1 -
     beta). No rule scales the weight decay coefficient.
 
     Args:
-        learning_rate: the rate that was tuned with `base_batch_size`.
-        base_batch_size: samples per optimizer step, over all ranks, that `learning_rate` was tuned with.
+        learning_rate: the rate that was tuned for `base_batch_size`.
+        base_batch_size: samples per optimizer step, over all ranks, for which `learning_rate` was tuned.
         effective_batch_size: samples per optimizer step, over all ranks, to train with.
         rule: "linear", "sqrt" or "none".
         betas: an Adam-like optimizer's decay rates of its running averages, per step.
         eps: an Adam-like optimizer's eps, added to the root of the second moment.
         momentum: of SGD or RMSprop, in torch's form; 0 for none.
-        memory: the unit in which running averages keep their length; None for the rule's default.
+        memory: the unit in which the length of running averages is kept; None for the rule's default.
 
     Raises:
         BatchSizeError: a batch size below 1.
@@ -118,7 +119,7 @@ def scale_rate(
     """
     checked_int("base_batch_size", base_batch_size, error=BatchSizeError)
     checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
-    _check_not_negative("learning_rate", learning_rate)
+    check_not_negative("learning_rate", learning_rate)
     if rule not in get_args(ScalingRule):
         message = f"{rule=} is not a scaling rule; use one of {_comma_separated(get_args(ScalingRule))}."
         raise UserError(message, code="unknown_rule")
@@ -126,12 +127,12 @@ def scale_rate(
         message = f"{memory=} must be one of {_comma_separated(get_args(Memory))}, or None for the rule's default."
         raise UserError(message, code="unknown_option")
     kappa = effective_batch_size / base_batch_size
-    of_rule = {"linear": kappa, "sqrt": math.sqrt(kappa), "none": 1.0}[rule]
+    rule_factor = {"linear": kappa, "sqrt": math.sqrt(kappa), "none": 1.0}[rule]
     is_sqrt = rule == "sqrt"
     keeps_samples = memory == "samples" or (memory is None and is_sqrt)
     # By default no rule changes momentum.
     scaled_momentum = momentum**kappa if memory == "samples" else momentum
-    factor = of_rule if scaled_momentum == momentum else of_rule * (1.0 - scaled_momentum) / (1.0 - momentum)
+    factor = rule_factor if scaled_momentum == momentum else rule_factor * (1.0 - scaled_momentum) / (1.0 - momentum)
     return ScaledRate(
         rule=rule,
         base_batch_size=base_batch_size,
@@ -142,7 +143,7 @@ def scale_rate(
         base_betas=tuple(betas),
         betas=tuple(beta**kappa if keeps_samples else beta for beta in betas),
         base_eps=eps,
-        eps=eps / of_rule if eps is not None and is_sqrt else eps,
+        eps=eps / rule_factor if eps is not None and is_sqrt else eps,
         base_momentum=momentum,
         momentum=scaled_momentum,
     )
@@ -151,13 +152,13 @@ def scale_rate(
 def default_rule(optimizer: torch.optim.Optimizer) -> ScalingRule:
     """Return the published rule for this type of optimizer: "linear" for SGD, "sqrt" for Adam-like ones.
 
-    SGD-like are `torch.optim.SGD` and its subclasses: Goyal et al. 2017, measured up to a batch of 8192 on ImageNet.
-    Adam-like are RMSprop and every optimizer with `betas` and one `eps` per group: Malladi et al. 2022 derive and
-    measure the rule for Adam and RMSprop (without momentum); for the others it is an analogy. Optimizers that estimate
-    the learning rate themselves (D-Adaptation, Prodigy) look like Adam, but need "none".
+    "linear" is for `torch.optim.SGD` and its subclasses (Goyal et al. 2017, up to a batch of 8192 on ImageNet). "sqrt"
+    is for RMSprop and every optimizer with `betas` and one `eps` per group: Malladi et al. 2022 derive and measure the
+    rule for Adam and RMSprop (without momentum); for other optimizers it is an analogy. Optimizers that estimate the
+    learning rate themselves (D-Adaptation, Prodigy) look like Adam here, but need "none".
 
     Raises:
-        UserError: this type has no known rule.
+        UserError: no rule is known for this type of optimizer.
     """
     if isinstance(optimizer, torch.optim.SGD):
         return "linear"
@@ -181,28 +182,28 @@ def scale_optimizer(
     """Scale the learning rate of every parameter group in place; return the changes, one `ScaledRate` per group.
 
     "sqrt" also scales an Adam-like optimizer's betas (RMSprop's alpha) and eps, see `scale_rate`. Momentum is scaled
-    with memory="samples" only, and the weight decay coefficient never. For decoupled weight decay torch multiplies it
-    by the learning rate, so the decay of a step follows the learning rate.
+    only with memory="samples", and the weight decay coefficient never. For decoupled weight decay torch multiplies the
+    coefficient by the learning rate, so the decay of a step follows the learning rate.
 
     Call it once, on a new optimizer: a second call scales again, and groups added later are not scaled.
 
     Args:
-        optimizer: an optimizer without a scheduler so far.
-        base_batch_size: samples per optimizer step, over all ranks, that its learning rates were tuned with.
+        optimizer: an optimizer that has no scheduler yet.
+        base_batch_size: samples per optimizer step, over all ranks, for which its learning rates were tuned.
         effective_batch_size: samples per optimizer step, over all ranks, to train with.
         rule: None for `default_rule(optimizer)`.
-        memory: the unit in which running averages keep their length; None for the rule's default.
+        memory: the unit in which the length of running averages is kept; None for the rule's default.
 
     Raises:
         BatchSizeError: a batch size below 1.
         ParameterError: the optimizer has a scheduler, which would undo the scaling with its next step.
-        UserError: an unknown rule, or none was given and this type of optimizer has no default.
+        UserError: an unknown rule, or `rule` is None and this type of optimizer has no default rule.
     """
-    # Every scheduler of torch computes from initial_lr, which it copied before the scaling.
+    # A scheduler of torch computes rates from initial_lr, which it has copied before this scaling.
     if any("initial_lr" in group for group in optimizer.param_groups):
         message = (
-            f"this {type(optimizer).__name__} is already under a learning-rate scheduler (its groups have an "
-            "initial_lr), which would undo the scaling. Scale first, then make the scheduler."
+            f"this {type(optimizer).__name__} already has a learning-rate scheduler (its groups have an initial_lr), "
+            "which would undo the scaling. Scale first, then make the scheduler."
         )
         raise ParameterError(message, code="has_scheduler")
     chosen = default_rule(optimizer) if rule is None else rule
@@ -227,19 +228,19 @@ def scale_optimizer(
 
 
 def noise_gain(noise_scale: float, *, base_batch_size: int, effective_batch_size: int) -> float:
-    """Return the step-length gain of a larger batch: r = (1 + B_noise / base) / (1 + B_noise / effective).
+    """Return the learning-rate gain of a larger batch: r = (1 + B_noise / base) / (1 + B_noise / effective).
 
-    It is 1 without noise to average, and tends to kappa = effective / base if noise dominates. It is AdaScale's gain
-    (Johnson et al. 2020, arXiv 2007.05105: (sigma^2 + mu^2) / (sigma^2 / kappa + mu^2), with sigma^2 / mu^2 = B_noise /
-    base) and, as a ratio, the rate of McCandlish et al. 2018 (arXiv 1812.06162) for SGD, eta_max / (1 + B_noise / B):
-    the two are the same formula.
+    The gain is 1 without gradient noise, and tends to kappa = effective / base if noise dominates. It equals AdaScale's
+    gain (Johnson et al. 2020, arXiv 2007.05105: (sigma^2 + mu^2) / (sigma^2 / kappa + mu^2), with sigma^2 / mu^2 =
+    B_noise / base) and the ratio of two rates of McCandlish et al. 2018 (arXiv 1812.06162) for SGD, eta_max / (1 +
+    B_noise / B).
 
-    Limits: both derive it for SGD without momentum. For Adam-like optimizers its square root is used (Qiao et al. 2021,
-    arXiv 2008.12260), by analogy.
+    Limits: both papers derive it for SGD without momentum. For Adam-like optimizers its square root is used (Qiao et
+    al. 2021, arXiv 2008.12260), by analogy.
 
     Args:
         noise_scale: the gradient noise scale B_noise = tr(Sigma) / |G|^2, in samples.
-        base_batch_size: samples per step that the rate was tuned with.
+        base_batch_size: samples per step for which the learning rate was tuned.
         effective_batch_size: samples per step to train with.
 
     Raises:
@@ -248,97 +249,13 @@ def noise_gain(noise_scale: float, *, base_batch_size: int, effective_batch_size
     """
     checked_int("base_batch_size", base_batch_size, error=BatchSizeError)
     checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
-    _check_not_negative("noise_scale", noise_scale)
+    check_not_negative("noise_scale", noise_scale)
     return (1.0 + noise_scale / base_batch_size) / (1.0 + noise_scale / effective_batch_size)
-
-
-class AdaScale:
-    """A scheduler that scales by the current gain, and advances its schedule by the gain.
-
-    In each step the learning rate is base rate x gain x schedule(progress), and progress grows by the gain: a step at
-    gain r counts for r steps of the base batch size, so the schedule tuned at the base size is used unscaled, without a
-    longer warm-up for the larger batch (Johnson et al. 2020, arXiv 2007.05105; `noise_gain` has the formula and its
-    limits).
-
-    The plain loop:
-
-    ```python
-    gain = noise_gain(noise_scale(), base_batch_size=base, effective_batch_size=effective)
-    rate = base_rate * gain * schedule(int(progress))
-    progress += gain
-    ```
-
-    Pass it to an `Engine` as `scheduler=lambda optimizer: AdaScale(optimizer, ...)`.
-
-    Args:
-        optimizer: with the rates that were tuned at the base batch size.
-        schedule: function (step at the base batch size) -> factor.
-        noise_scale: a number, or a function () -> number, the same on every rank; None while unknown, which gives the
-            gain 1.
-        base_batch_size: samples per step that the rates were tuned with.
-        effective_batch_size: samples per step to train with.
-        root: multiply the rate by the root of the gain, as for Adam-like optimizers; progress grows by the gain.
-
-    Attributes:
-        last_epoch: optimizer steps so far (torch's name).
-        progress: the equivalent number of steps of the base batch size.
-
-    Raises:
-        BatchSizeError, UserError: as `noise_gain`.
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        schedule: Callable[[int], float],
-        *,
-        noise_scale: float | Callable[[], float | None],
-        base_batch_size: int,
-        effective_batch_size: int,
-        root: bool = False,
-    ) -> None:
-        self.optimizer = optimizer
-        self.last_epoch = 0
-        self.progress = 0.0
-        self._schedule = schedule
-        self._noise_scale = noise_scale
-        self._sizes = base_batch_size, effective_batch_size
-        self._root = root
-        for group in optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])
-        self._base_rates = [float(group["initial_lr"]) for group in optimizer.param_groups]
-        self._gain = 1.0
-        self._set_rates()
-
-    def step(self) -> None:
-        """Add the gain of the finished step to the progress, and set the rates of the next step."""
-        self.last_epoch += 1
-        self.progress += self._gain
-        self._set_rates()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the progress; schedule and noise scale come from the code."""
-        state = {"last_epoch": self.last_epoch, "progress": self.progress, "gain": self._gain}
-        return {**state, "base_rates": list(self._base_rates)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a state; the rates of the next step come with the optimizer's own state."""
-        self.last_epoch, self.progress, self._gain = state["last_epoch"], state["progress"], state["gain"]
-        self._base_rates = list(state["base_rates"])
-
-    def _set_rates(self) -> None:
-        noise = self._noise_scale() if callable(self._noise_scale) else self._noise_scale
-        base, effective = self._sizes
-        known = 0.0 if noise is None else noise
-        self._gain = noise_gain(known, base_batch_size=base, effective_batch_size=effective)
-        factor = (math.sqrt(self._gain) if self._root else self._gain) * self._schedule(int(self.progress))
-        for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
-            group["lr"] = _same_type(group["lr"], rate * factor)
 
 
 def _betas_key(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str | None:
     """Return the key of an Adam-like optimizer's decay rates, "betas" or "alpha"; None for other optimizers."""
-    # Adafactor's eps is a pair, which no rule covers.
+    # Adafactor's eps is a pair of numbers, for which no rule exists.
     if not isinstance(group.get("eps"), int | float):
         return None
     if "betas" in group:
@@ -347,7 +264,7 @@ def _betas_key(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str |
 
 
 def _momentum_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
-    """Return the momentum of an optimizer whose momentum has the form u = momentum u + g; 0 for others."""
+    """Return the momentum of an optimizer with updates u = momentum u + g; 0 for other optimizers."""
     has_form = isinstance(optimizer, torch.optim.SGD | torch.optim.RMSprop)
     return float(group.get("momentum", 0.0)) if has_form else 0.0
 
@@ -357,7 +274,7 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:  # noqa: ANN401 (a number or sever
 
 
 def _update_group(group: dict[str, Any], betas_key: str | None, rate: ScaledRate) -> None:
-    # A number stays a number, and a tensor a tensor: capturable optimizers keep the rate in one.
+    # Keep the type of the rate: capturable optimizers store it in a tensor.
     group["lr"] = _same_type(group["lr"], rate.learning_rate)
     if rate.momentum != rate.base_momentum:
         group["momentum"] = rate.momentum
@@ -373,13 +290,6 @@ def _update_group(group: dict[str, Any], betas_key: str | None, rate: ScaledRate
 def _same_type(old: float | torch.Tensor, new: float) -> float | torch.Tensor:
     """Return `new` as a float or tensor, like `old`; a new tensor, since groups may share the old one."""
     return old.new_tensor(new) if isinstance(old, torch.Tensor) else new
-
-
-def _check_not_negative(name: str, value: float) -> None:
-    # NaN fails every comparison, and so is refused as well.
-    if not 0.0 <= value < math.inf:
-        message = f"{name}={value} must be a finite number that is not negative."
-        raise UserError(message, code="negative")
 
 
 def _comma_separated(values: Sequence[object]) -> str:

@@ -1,12 +1,12 @@
-"""Losses are declared, not guessed. Sums everywhere, one division.
+"""Declarations of losses: the user declares the items over which a loss is a mean, and the engine divides once.
 
-Every term of a loss is a sum over items and a count of items. The loss of an effective batch is
+Each term of a loss has a sum over items and a count of these items. The loss of an effective batch is
 
-    loss = sum over terms j of weight_j * (sum over all micro-batches and ranks of sum_j) / (the same of count_j)
+    loss = sum over terms j of weight_j * (total of sum_j) / (total of count_j)
 
-so each micro-batch back-propagates its own sums over the *whole batch's* counts, and gradients add up to the gradient
-of the un-split batch, however the batch was cut. Dividing by the number of micro-batches instead is right only when all
-counts happen to be equal. A term that is declared as a sum is not divided.
+where totals are over all micro-batches and ranks. So each micro-batch back-propagates its own sums divided by the
+*whole batch's* counts, and the gradients add up to the gradient of the unsplit batch, for any split. Dividing by the
+number of micro-batches instead is right only if all counts are equal. A term that is declared as a sum is not divided.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,17 +20,14 @@ from torch import Tensor
 from anybatch.core.geometry import checked_int, is_number, refuse_unless
 from anybatch.core.loss_kinds import (
     COUNTED,
+    ONE_NUMBER,
     ONLY_TERM,
     TOKENS,
-    AcrossSamples,
     Count,
-    CountedBefore,
-    CountedByLoss,
     LossFunction,
     LossKind,
     Term,
     name_of,
-    times,
 )
 from anybatch.core.tree import Batch
 from anybatch.errors import LossError
@@ -38,11 +35,11 @@ from anybatch.errors import LossError
 
 @dataclass(frozen=True, slots=True)
 class LossSum:
-    """The exact value of a loss or metric: the `total` over some items, and the `count` of these items.
+    """The value of a loss or metric as a sum over items, and the number of these items.
 
     Args:
-        total: zero-axis tensor, the sum over the items.
-        count: number of items (or the sum of their weights); a zero-axis tensor if only the device has it.
+        total: scalar tensor, the sum over the items.
+        count: number of items (or the sum of their weights); a scalar tensor if it is computed on the device.
     """
 
     total: Num[Tensor, ""]
@@ -51,7 +48,7 @@ class LossSum:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss function together with its declaration; made by the functions of this module."""
+    """A loss function with its declaration; made by the functions of this module."""
 
     function: LossFunction
     kind: LossKind
@@ -72,7 +69,7 @@ class Loss:
 
     @property
     def functions(self) -> dict[str, LossFunction]:
-        """The functions that are called with the model, by the name under which their parameters are saved."""
+        """The functions that are called with the model, by the name under which checkpoints save their parameters."""
         return {"loss": self.function} | ({} if self.kind.encode is None else {"encode": self.kind.encode})
 
     @property
@@ -82,12 +79,12 @@ class Loss:
 
     @property
     def allows_other_rows(self) -> bool:
-        """Whether its count stays right if a micro-batch has more or fewer rows than samples, as packed ones do."""
-        return self.needs_data_to_count or self.kind.brings_count or self.kind.encode is not None
+        """Whether the loss's count is right for micro-batches whose rows are not samples, such as packed sequences."""
+        return self.needs_data_to_count or self.kind.returns_count or self.kind.encode is not None
 
 
 def samples(*, weight: float = 1.0) -> Term:
-    """Declare a term as the mean over the samples of the batch, with a weight in the loss."""
+    """Declare a term as a mean over the samples of the batch; `weight` is the term's factor in the loss."""
     return Term(None, _weight(weight))
 
 
@@ -98,19 +95,19 @@ def tokens(
     shift: bool = True,
     weight: float = 1.0,
 ) -> Term:
-    """Declare a term as the mean over the unmasked targets.
+    """Declare a term as a mean over the unmasked targets.
 
     Args:
-        labels: name of the labels in the batch (key or attribute), or a function of the batch; integer tensor (samples,
-            positions).
+        labels: name of the labels in the batch (key or attribute), or a function of the batch that returns them: an
+            integer tensor (samples, positions).
         ignore_index: label value that marks a masked target.
-        shift: the first position is not a target, as in a causal language model, which predicts position t from the
-            positions before it. False for masked-language, sequence-to-sequence and token-classification heads.
+        shift: True if the first position is not a target, as in a causal language model, which predicts position t from
+            the positions before it. False for masked-language, sequence-to-sequence and token-classification heads.
         weight: the term's weight in the loss.
     """
     is_valid = isinstance(labels, str) or callable(labels)
     refuse_unless(is_valid, "labels", labels, "the name of the labels, or a function of the batch", LossError)
-    checked_int("ignore_index", ignore_index, least=None, error=LossError)
+    checked_int("ignore_index", ignore_index, minimum=None, error=LossError)
     refuse_unless(isinstance(shift, bool), "shift", shift, "True or False", LossError)
 
     def count(batch: Batch) -> torch.Tensor:
@@ -123,7 +120,7 @@ def tokens(
 
 
 def counted(count: Count, *, weight: float = 1.0) -> Term:
-    """Declare a term as the mean over `count(batch)` items: class weights, boxes, pairs.
+    """Declare a term as a mean over `count(batch)` items: class weights, boxes, pairs.
 
     Args:
         count: `count(batch)` returns the number of items of a micro-batch, 0 or more: a number, or a tensor of one
@@ -144,20 +141,20 @@ def mean_over_samples(function: LossFunction) -> Loss:
 
     The plain loop: `(function(model, micro_batch) * len(micro_batch) / len(effective_batch)).backward()`.
     """
-    return Loss(_callable(function), CountedBefore({ONLY_TERM: samples()}))
+    return Loss(_callable(function), LossKind({ONLY_TERM: samples()}))
 
 
 def sum_over_samples(function: LossFunction) -> Loss:
     """Declare that `function(model, batch)` returns the sum over its samples, and that the loss should stay a sum.
 
-    The plain loop: `function(model, micro_batch).backward()`. It is not divided, so its gradient grows with the
+    The plain loop: `function(model, micro_batch).backward()`. The loss is not divided, so its gradient grows with the
     effective batch, and a learning rate that suits one size does not suit another: declare most losses as means
-    instead. `Engine.evaluate` reports its mean over samples.
+    instead. `Engine.evaluate` reports the mean of the loss over samples.
 
     Args:
-        function: returns a tensor without axes, one loss per item, or a `LossSum`, whose count is ignored.
+        function: returns a scalar tensor, one loss per item, or a `LossSum`, whose count is ignored.
     """
-    return Loss(_callable(function), CountedBefore({ONLY_TERM: Term(None, is_sum=True)}))
+    return Loss(_callable(function), LossKind({ONLY_TERM: Term(None, is_sum=True)}))
 
 
 def mean_over_tokens(
@@ -172,35 +169,36 @@ def mean_over_tokens(
     `output.loss` of a causal language model in transformers is such a mean.
 
     Args:
-        function: returns a tensor without axes, or one loss per target.
+        function: returns a scalar tensor, or one loss per target.
         labels: name of the labels in the batch, or a function of the batch; see `tokens`.
         ignore_index: label value that marks a masked target.
-        shift: the first position is not a target; see `tokens`.
+        shift: True if the first position is not a target; see `tokens`.
     """
     terms = {ONLY_TERM: tokens(labels, ignore_index=ignore_index, shift=shift)}
-    return Loss(_callable(function), CountedBefore(terms))
+    return Loss(_callable(function), LossKind(terms))
 
 
 def mean_over(function: LossFunction, count: Count) -> Loss:
-    """Declare that `function(model, batch)` is a mean over `count(batch)` items.
+    """Declare that `function(model, batch)` returns a mean over `count(batch)` items.
 
     A class-weighted cross-entropy is a mean over the sum of its targets' weights:
     `mean_over(loss, count=lambda batch: class_weights[batch["label"]].sum())`.
 
     Args:
-        function: returns a tensor without axes, or one loss per item.
-        count: as for `counted`.
+        function: returns a scalar tensor, or one loss per item.
+        count: returns the number of items of a micro-batch; see `counted`.
     """
-    return Loss(_callable(function), CountedBefore({ONLY_TERM: counted(_callable(count))}))
+    return Loss(_callable(function), LossKind({ONLY_TERM: counted(_callable(count))}))
 
 
 def sum_of(function: LossFunction, **terms: Term) -> Loss:
-    """Declare that `function(model, batch)` runs once and returns a dict with the mean of each term.
+    """Declare that `function(model, batch)` returns a dict with the mean of each term.
 
-    `sum_of(loss, lm=tokens(), aux=samples(weight=0.01))`: the loss is `lm + 0.01 * aux`, each over its own count.
+    `sum_of(loss, lm=tokens(), aux=samples(weight=0.01))`: the loss is `lm + 0.01 * aux`, where `lm` is a mean over
+    tokens and `aux` a mean over samples.
 
     Raises:
-        LossError: no term was declared, or a term was not made with `samples`, `tokens` or `counted`.
+        LossError: no term is declared, or a term was not made with `samples`, `tokens` or `counted`.
     """
     if not terms:
         message = "sum_of needs at least one term, such as sum_of(loss, lm=ab.tokens(), aux=ab.samples(weight=0.01))."
@@ -209,7 +207,7 @@ def sum_of(function: LossFunction, **terms: Term) -> Loss:
         if not isinstance(term, Term):
             message = f"sum_of term {name}={term!r} must be made with ab.samples, ab.tokens or ab.counted."
             raise LossError(message, term=name)
-    return Loss(_callable(function), CountedBefore(dict(terms), named=True))
+    return Loss(_callable(function), LossKind(dict(terms), named=True))
 
 
 def joint(encode: LossFunction, function: LossFunction) -> Loss:
@@ -222,31 +220,35 @@ def joint(encode: LossFunction, function: LossFunction) -> Loss:
     function(model, outputs).backward()
     ```
 
-    The gradient is the same, with the activations of one micro-batch at a time: the engine encodes the micro-batches,
-    gathers the outputs of all ranks once, computes the gradient with respect to them, and encodes every micro-batch but
-    the last again, under the same random numbers, to back-propagate its rows of that gradient.
+    The engine computes the same gradient, but holds the activations of only one micro-batch at a time: it encodes the
+    micro-batches, gathers the outputs of all ranks once, and computes the gradient with respect to these outputs. Then
+    it encodes every micro-batch except the last again, with the same random numbers, to back-propagate its rows of that
+    gradient.
 
     Args:
         encode: `encode(model, batch)` returns a tensor, or a dict, tuple or dataclass of tensors, whose first axis is
             the samples. Include labels and other inputs of `function`; they need no gradient.
-        function: `function(model, outputs)` gets these for the whole effective batch, in its order, and returns the
-            loss, one number. It may use parameters of the model (a temperature, say), or be a module with its own.
+        function: `function(model, outputs)` gets the outputs of `encode` for the whole effective batch, in the order of
+            the batch, and returns the loss, a scalar tensor. It may use parameters of the model (a temperature, say),
+            or be a module with parameters.
 
     Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021, section 3.
     """
-    return Loss(_callable(function), AcrossSamples(_callable(encode)))
+    return Loss(_callable(function), LossKind({ONLY_TERM: samples()}, encode=_callable(encode)))
 
 
 def declared(loss: "Loss | LossFunction") -> Loss:
-    """Return `loss` if it is declared; otherwise treat it as a function that returns `LossSum` or one loss per item."""
-    return loss if isinstance(loss, Loss) else Loss(_callable(loss), CountedByLoss())
+    """Return a declared loss unchanged; declare a bare function as one that returns `LossSum` or one loss per item."""
+    return (
+        loss if isinstance(loss, Loss) else Loss(_callable(loss), LossKind({ONLY_TERM: samples()}, returns_count=True))
+    )
 
 
 def unit_counts(loss: Loss, batch: Batch, num_samples: int) -> tuple[float, ...]:
     """Return each term's count in one micro-batch, as CPU numbers; refuse negative or non-finite counts."""
     counts = []
     for name, term in loss.kind.terms.items():
-        # On the host, because the first forward needs the divisors.
+        # On the host, because the divisors are computed before the first forward.
         returned = num_samples if term.count is None else term.count(batch)
         try:
             count = float(returned)
@@ -262,11 +264,11 @@ def unit_counts(loss: Loss, batch: Batch, num_samples: int) -> tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class TermFactors:
-    """Factors for one micro-batch's value of one term, before the backward.
+    """Factors by which the value of one term in one micro-batch is multiplied before the backward.
 
-    A mean is multiplied by weight x `count` of the micro-batch / count of the effective batch, a sum by weight / count
-    of the effective batch, or by the weight alone if the term has no divisor. With `adds_without_count` a micro-batch
-    without items may still add something: a focal loss on background alone, for example.
+    A mean is multiplied by `of_mean` = weight x `count` of the micro-batch / count of the effective batch; a sum by
+    `of_sum` = weight / count of the effective batch, or by the weight alone if the term is declared as a sum. With
+    `adds_without_count` a micro-batch without items may still contribute, such as a focal loss on background alone.
     """
 
     of_mean: float
@@ -276,7 +278,7 @@ class TermFactors:
 
     @property
     def has_value(self) -> bool:
-        """Whether the term adds something. A mean over zero items is NaN, and does not."""
+        """Whether the term contributes to the loss. A mean over zero items is NaN, and is left out."""
         return self.count > 0 or self.adds_without_count
 
 
@@ -290,7 +292,8 @@ def factors_of(
     """Return the factors of each term for a micro-batch with `counts`, in an effective batch with `divisors`.
 
     A term whose divisor is 0 has no items in the whole effective batch and gets the factor 0. `unit_weight` is 0 for a
-    filler micro-batch, and `sums` names the terms that return sums.
+    filler, a repeated micro-batch that only keeps ranks in step, and 1 otherwise. `sums` contains the names of the
+    terms for which the loss function returns sums.
     """
     factors = []
     for (name, term), count, divisor in zip(loss.kind.terms.items(), counts, divisors, strict=True):
@@ -305,26 +308,19 @@ def factors_of(
 
 
 def scaled(loss: Loss, output: object, factors: Sequence[TermFactors]) -> list[torch.Tensor]:
-    """Return each term's contribution to the loss of the effective batch, as zero-axis tensors ready for the backward.
+    """Return each term's contribution to the loss of the effective batch, as scalar tensors for the backward.
 
-    Means with count 0 are left out: a mean over zero items is NaN, and NaN times 0 is NaN.
-
-    Args:
-        loss: the declaration.
-        output: the value that the loss function returned for this micro-batch.
-        factors: one per term, from `factors_of`.
-
-    Raises:
-        LossError: the output does not match the declaration.
+    Means over 0 items are left out: they are NaN, and NaN times 0 is NaN. Raises a `LossError` if the output of the
+    loss function does not match the declaration.
     """
     if not loss.kind.named:
         return [_contribution(loss, ONLY_TERM, output, factors[0])] if factors[0].has_value else []
     # A missing term would not be trained, and an extra one has no divisor.
     if not isinstance(output, Mapping) or set(output) != set(loss.names):
-        found = sorted(output) if isinstance(output, Mapping) else type(output).__name__
+        returned = sorted(output) if isinstance(output, Mapping) else type(output).__name__
         message = (
-            f"the loss function was declared with the terms {sorted(loss.names)} but returned {found}. "
-            "Return a dict with one value for each of them, or declare what it returns."
+            f"the loss function was declared with the terms {sorted(loss.names)} but returned {returned}. "
+            "Return a dict with one value for each term, or change the declaration."
         )
         raise LossError(message)
     return [
@@ -335,17 +331,18 @@ def scaled(loss: Loss, output: object, factors: Sequence[TermFactors]) -> list[t
 
 
 def without_graph() -> LossError:
-    """Return the error for a loss without a gradient."""
+    """Return the error for a loss that does not require a gradient."""
     if torch.is_grad_enabled():
         return LossError(
-            "the loss has no graph, so nothing can be trained. Return it as computed from the model's output: without "
-            ".detach(), .item(), torch.tensor(...) or torch.no_grad(), and from parameters that require a gradient."
+            "the loss has no autograd graph, so nothing can be trained. Return it as computed from the model's output: "
+            "without .detach(), .item(), torch.tensor(...) or torch.no_grad(), and from parameters that require a "
+            "gradient."
         )
     return LossError("gradients are switched off, so nothing can be trained. Call the engine outside torch.no_grad().")
 
 
 def returned_count(output: object) -> "int | float | torch.Tensor":
-    """Return the count of an undeclared loss: from its `LossSum`, or the number of its losses per item."""
+    """Return the count of an undeclared loss: the count of its `LossSum`, or its number of losses per item."""
     if isinstance(output, LossSum):
         return output.count
     assert isinstance(output, torch.Tensor)  # checked by `scaled`
@@ -357,11 +354,13 @@ def _contribution(loss: Loss, name: str, value: object, factor: TermFactors) -> 
         if value.dim():
             # Check before summing: the sum no longer shows the number of values.
             loss.kind.check_items(name, value, factor.count)
-            return times(value.sum(), factor.of_sum)
-        return loss.kind.mean(value, factor.of_mean)
+            return _times(value.sum(), factor.of_sum)
+        if loss.kind.returns_count:
+            raise LossError(ONE_NUMBER)
+        return _times(value, factor.of_mean)
     if isinstance(value, LossSum):
         _check_loss_sum(loss, name, value, factor)
-        return times(value.total, factor.of_sum)
+        return _times(value.total, factor.of_sum)
     if isinstance(value, Mapping) and not loss.kind.named:
         message = (
             f"the loss function returned a dict with the terms {sorted(value)}, but was not declared with terms. "
@@ -373,6 +372,15 @@ def _contribution(loss: Loss, name: str, value: object, factor: TermFactors) -> 
         "(a mean, or one loss per item) or ab.LossSum(total, count)."
     )
     raise LossError(message, term=name)
+
+
+def _times(value: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return `value * factor` in new memory, even for a factor of 1.
+
+    Never return the same tensor: the user may have kept it, and add the next micro-batch's value to it in place. Its
+    storage may also be far larger than one number: the mean of `mse_loss` occupies the memory of all its squares.
+    """
+    return value.clone() if factor == 1.0 else value * factor  # the backward of a copy computes nothing
 
 
 def _check_loss_sum(loss: Loss, name: str, value: LossSum, factor: TermFactors) -> None:
@@ -396,7 +404,10 @@ def _lookup(batch: Batch, name: str) -> torch.Tensor:
         value = batch[name] if isinstance(batch, Mapping) else getattr(batch, name)
     except (KeyError, AttributeError):
         has = sorted(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-        message = f"labels={name!r} is not in the batch, which has {has}. Pass its name, or a function of the batch."
+        message = (
+            f"labels={name!r} is not in the batch, which has {has}. Pass the name of a field of the batch, or a "
+            "function of the batch."
+        )
         raise LossError(message, code="no_labels") from None
     if not isinstance(value, torch.Tensor):
         message = f"labels={name!r} is a {type(value).__name__} in the batch; it must be a tensor to be counted."
@@ -406,8 +417,6 @@ def _lookup(batch: Batch, name: str) -> torch.Tensor:
 
 def _callable(function: Any) -> Any:  # noqa: ANN401 (any value, checked and returned)
     if not callable(function):
-        message = (
-            f"a loss is declared from a function f(model, batch), not from {type(function).__name__} {function!r}."
-        )
+        message = f"a loss declaration needs a function f(model, batch), not {type(function).__name__} {function!r}."
         raise LossError(message, code="not_a_function")
     return function

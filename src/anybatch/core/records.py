@@ -1,8 +1,8 @@
-"""The records that an observer of a run receives: one method, twelve kinds of record.
+"""The twelve kinds of records that an observer of a run receives, each for one kind of event.
 
-The engine passes its observer a frozen record of every event, as it happens. Records hold no times: an observer that
-needs times reads the clock on arrival, so a span is a "begin" and an "end" record. Numbers may still be on the device,
-and reading one waits for the device: read late, or never. Tensors and mappings in a record never change.
+The engine passes a frozen record of every event to its observer, when the event happens. Records hold no times: an
+observer that needs times reads the clock when it receives a record, so a span has a "begin" and an "end" record.
+Numbers may still be on the device, and reading one waits for the device. Tensors and mappings in a record never change.
 """
 
 from collections.abc import Mapping
@@ -27,24 +27,24 @@ PhaseName = Literal["load", "forward_backward", "reduce", "clip", "update"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRecord:
-    """A run starts, or resumes from a checkpoint. The header of all records that follow.
+    """A run starts, or resumes from a checkpoint. The record holds the settings of the steps that follow.
 
     Attributes:
         rank: the reporting rank.
         world_size: number of ranks.
-        first_step: number of the next step, 0 unless resumed; older records of this and later steps are void.
-        geometry: the cut of an effective batch, in one line.
+        first_step: number of the next step, 0 unless resumed; earlier records of this and later steps are invalid.
+        geometry: how an effective batch is split, in one line.
         effective_batch_size: samples per step over all ranks; None: the size of each batch.
         micro_batch_size: maximum samples of one forward and backward; None for no limit.
         strategy: the strategy that sums gradients over ranks.
         precision: the number formats of the forward and backward.
         device: type and name of this rank's device.
         dtype: the number format of the parameters.
-        seed: seed of the run; None if the engine does not have it.
-        num_parameters: trainable numbers of the model.
-        gradient_bytes: bytes of one copy of its gradients.
+        seed: seed of the run; None if the engine has no seed.
+        num_parameters: number of trainable scalars in the model.
+        gradient_bytes: bytes of one copy of all gradients.
         versions: software name to version.
-        decisions: name of each decision of the engine to the decision and its reason.
+        decisions: name of each automatic choice of the engine to the choice and its reason.
     """
 
     kind: ClassVar[str] = "start"
@@ -70,17 +70,17 @@ class MicroBatchRecord:
     """A micro-batch begins, or its backward has ended (on the host: the device may still be working).
 
     Attributes:
-        rank: the rank that runs it.
+        rank: the rank that runs the micro-batch.
         event: "begin" or "end" of the span.
         step: number of the step, from 0 on.
-        unit_number: number of its unit in the effective batch.
-        position: its index among the micro-batches of this rank and step, from 0 on.
+        unit_number: number of the micro-batch in the effective batch, over all ranks.
+        position: index of the micro-batch on this rank in this step, from 0 on.
         num_micro_batches: micro-batches of this rank in this step.
-        num_samples: samples in it.
+        num_samples: samples of the micro-batch.
         first_sample_id: global id of its first sample; None if the batch has no ids.
         weight: 1, or 0 for a filler that only keeps ranks in lockstep.
-        counts: loss term to the number of its items here; empty until known.
-        loss_sums: loss term to its sum over these items; empty at the beginning.
+        counts: loss term to its number of items in the micro-batch; empty until known.
+        loss_sums: loss term to its sum over these items; empty in a "begin" record.
     """
 
     kind: ClassVar[str] = "micro_batch"
@@ -99,17 +99,17 @@ class MicroBatchRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionRecord:
-    """A collective starts in the data group, or has finished. May come from a backward hook's thread.
+    """A collective of the default group starts, or has finished. The record may come from the thread of a hook.
 
     Attributes:
         rank: the rank that takes part.
         event: "begin" or "end" of the span.
         step: number of the step, from 0 on.
         bucket: number of the bucket, from 0 on, in launch order within the step.
-        collective: such as all_reduce, reduce_scatter or all_gather.
-        payload: the kind of data; "gradients" are those that a step must send once, all else is listed separately.
+        collective: name of the collective, such as all_reduce, reduce_scatter or all_gather.
+        payload: the kind of data: the gradients that each step must send once, parameters, or "other" data.
         num_bytes: bytes sent by this rank.
-        dtype: their number format.
+        dtype: number format of the data.
     """
 
     kind: ClassVar[str] = "reduction"
@@ -131,8 +131,8 @@ class PhaseRecord:
         rank: the rank of the phase.
         event: "begin" or "end" of the span.
         step: number of the step, from 0 on.
-        name: the phase.
-        position: index of its micro-batch, from 0 on; None if it belongs to the step.
+        name: name of the phase.
+        position: index of the phase's micro-batch, from 0 on; None for a phase of the whole step.
     """
 
     kind: ClassVar[str] = "phase"
@@ -145,7 +145,7 @@ class PhaseRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """An optimizer step has finished: its numbers for the effective batch, equal on every rank.
+    """An optimizer step has finished. Losses and counts are over the effective batch, and equal on every rank.
 
     Attributes:
         rank: the reporting rank.
@@ -153,8 +153,8 @@ class StepRecord:
         epoch: epoch of the data position after the step.
         sample_offset: samples of that epoch used so far, over all ranks.
         num_samples: samples of the effective batch, over all ranks.
-        num_micro_batches: micro-batches that this rank ran for it.
-        loss: weighted sum of the terms' means; the gradient is its derivative.
+        num_micro_batches: micro-batches of this rank in this step.
+        loss: weighted sum of the terms' means, whose gradient the step used.
         losses: loss term to its mean over the effective batch.
         counts: loss term to the number of its items in the effective batch.
         gradient_norm: norm of the gradient before clipping; None if not computed.
@@ -181,17 +181,16 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientNoiseRecord:
-    """The gradient noise, smoothed over the measured steps so far; precedes the record of its step.
+    """The gradient noise, averaged over the measured steps so far; sent before the `StepRecord` of the same step.
 
-    Each mapping has "all parameters" first, then parameter groups or layers. The noise scale is an estimate of the
-    critical batch size, not that size itself.
+    Each mapping has one entry, "all parameters". The noise scale is only an estimate of the critical batch size.
 
     Attributes:
         rank: the reporting rank.
         step: number of the step, from 0 on.
         noise_scale: variance / squared norm, in samples; use it only with its interval.
-        low: lower end of its 95% interval.
-        high: upper end of the interval; infinite while only a lower bound is known.
+        low: lower end of the 95% interval of the noise scale.
+        high: upper end of this interval; infinite while only a lower bound is known.
         squared_norm: squared norm of the gradient over all data.
         variance: variance of the gradient of one sample.
         items_per_sample: items of the loss (tokens, say) per sample of this step.
@@ -210,16 +209,16 @@ class GradientNoiseRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRecord:
-    """The memory of a rank's device at the end of a step; precedes the record of the step.
+    """The memory of a rank's device at the end of a step; sent before the `StepRecord` of the same step.
 
     Attributes:
         rank: the rank of the device.
         step: number of the step, from 0 on.
         allocated_bytes: bytes of live tensors; on a CPU, of the whole process.
-        reserved_bytes: bytes held by the caching allocator; None without one.
+        reserved_bytes: bytes reserved by the caching allocator; None on a device without one.
         peak_bytes: peak of live tensors in this step; on a CPU, peak of the process since its start.
         limit_bytes: memory of the device, or the run's limit; None for no limit.
-        category_bytes: category (weights, buffers, gradients, optimizer) to its bytes between steps, by tensor sizes.
+        category_bytes: category (weights, buffers, gradients, optimizer) to the bytes of its tensors between steps.
     """
 
     kind: ClassVar[str] = "memory"
@@ -238,8 +237,8 @@ class DiagnosisRecord:
 
     Attributes:
         rank: the rank of the finding.
-        step: number of its step; None if it is not about one.
-        code: its name in the documentation, the same in every run.
+        step: number of the step; None if the finding is not about a step.
+        code: name of the finding in the documentation, the same in every run.
         level: severity; an error ends the run.
         message: the finding, with numbers.
         remedy: the fix; None if none is needed.
@@ -260,7 +259,7 @@ class EvaluateRecord:
 
     Attributes:
         rank: the reporting rank.
-        step: number of steps before it.
+        step: number of steps before the evaluation.
         num_samples: evaluated samples, over all ranks.
         metrics: metric name to its value over these samples.
     """
@@ -278,11 +277,11 @@ class CheckpointRecord:
 
     Attributes:
         rank: the reporting rank.
-        event: fell_back means that this checkpoint could not be read and an older one is tried.
-        step: number of steps before it.
+        event: "fell_back" means that this checkpoint could not be read, and that the previous one is tried.
+        step: number of steps before the checkpoint.
         path: path of the checkpoint.
-        num_bytes: its size on disk; None if unknown.
-        message: why it fell back; None otherwise.
+        num_bytes: size of the checkpoint on disk; None if unknown.
+        message: why the checkpoint could not be read; None for other events.
     """
 
     kind: ClassVar[str] = "checkpoint"
@@ -296,15 +295,15 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemoryRecord:
-    """A step ran out of memory on some rank, all ranks agreed on a smaller size, and the step is retried.
+    """A step ran out of memory on at least one rank. It is retried with smaller micro-batches on all ranks.
 
     Attributes:
         rank: the reporting rank.
-        step: number of the step, from 0 on; earlier records of its micro-batches are void.
-        phase: the phase that ran out of memory; None if it happened on another rank only.
+        step: number of the step, from 0 on; earlier records of its micro-batches are invalid.
+        phase: the phase that ran out of memory; None if only other ranks ran out of memory.
         micro_batch_size_before: maximum samples of a micro-batch until now.
         micro_batch_size_after: maximum samples of a micro-batch from now on; None if no smaller size can help.
-        message: the allocator's message; None if it happened on another rank only.
+        message: the allocator's message; None if only other ranks ran out of memory.
     """
 
     kind: ClassVar[str] = "out_of_memory"
@@ -318,12 +317,12 @@ class OutOfMemoryRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndRecord:
-    """A run has ended. If the last record of a run is a different one, the run was killed.
+    """A run has ended. A run whose last record is of another kind was killed.
 
     Attributes:
         rank: the reporting rank.
         status: completed, stopped on request, or failed.
-        num_steps: steps since the very beginning, including steps before a resume.
+        num_steps: steps since the beginning of the run, including the steps before a resume.
         message: why it stopped or failed; None if it completed.
         digest: digest of the final parameters; None if not computed.
     """
@@ -350,11 +349,11 @@ Record = (
     | OutOfMemoryRecord
     | EndRecord
 )
-"""Any record. New kinds and fields may be added: an observer ignores kinds that it does not handle."""
+"""Any record. Later versions may add kinds and fields: an observer should ignore kinds that it does not handle."""
 
 
 class Observer(Protocol):
-    """Receives the records of a run. It may block, to pause a run or single-step it; it never influences the run."""
+    """Receives the records of a run. It may block, to pause or single-step the run, but it cannot change results."""
 
     def observe(self, record: Record, /) -> None:
         """Handle one record, possibly in the thread of a backward hook. An exception ends the run."""
@@ -371,8 +370,8 @@ class Observers:
         self._observers = observers
 
     def observe(self, record: Record, /) -> None:
-        """Pass the record to every observer; an exception stops this."""
-        # Do not catch errors: a run whose log cannot be written should end.
+        """Pass the record to every observer; if one raises, later observers do not receive the record."""
+        # Do not catch exceptions: a run whose log cannot be written should end.
         for observer in self._observers:
             observer.observe(record)
 
@@ -383,20 +382,20 @@ class StepReport:
     """The result of one optimizer step. Reading a number waits for the device; not reading it costs nothing.
 
     Attributes:
-        step: number of this step, from 0.
-        plan: the units of each rank.
+        step: number of this step, from 0 on.
+        plan: the units (numbered micro-batches) of each rank.
         position: position in the data after the step.
         learning_rates: rate of each parameter group in this step.
-        skipped: whether the update was skipped, because fp16 gradients overflowed or a spike watch rolls back instead
-            of ending the run; all ranks skip together.
+        skipped: whether the update was skipped on all ranks, because fp16 gradients overflowed, or because the gradient
+            was not finite and a spike watch restores an earlier state.
         update: how gradients reached the parameters: "direct", "master_weights", "cast", "split" or "stochastic".
         contributions: tensor (terms,): weight x mean of each loss term over the whole effective batch.
         weights: weight of each loss term, by name.
         counts: tensor (terms,): items of each term over the whole effective batch.
-        gradient_norm: zero-axis tensor, the 2-norm over all gradients before clipping; None if not measured.
-        noise: the gradient noise, smoothed over the steps up to this one; None in a step that did not measure it.
-        too_large: largest micro-batches of the cuts that ran out of memory, in order; the step was retried after each,
-            and `plan` is the cut that succeeded.
+        gradient_norm: scalar tensor, the 2-norm over all gradients before clipping; None if not measured.
+        noise: the gradient noise, averaged over the steps up to this one; None in a step that did not measure it.
+        too_large: micro-batch sizes that ran out of memory in this step, in order; the step was retried after each, and
+            `plan` is the split that succeeded.
     """
 
     step: int
@@ -424,7 +423,7 @@ class StepReport:
             str(self.plan),
             f"next: epoch {self.position.epoch}, sample {self.position.sample_offset}",
             "update skipped" if self.skipped else "",
-            f"repeated after out of memory at micro-batches of {sizes}" if sizes else "",
+            f"repeated after out-of-memory errors with micro-batches of {sizes}" if sizes else "",
         )
         return f"step {self.step}: {', '.join(filter(None, parts))}"
 

@@ -1,40 +1,39 @@
-"""The settings of a run: one class for a recipe's defaults, command-line options and a run's header."""
+"""The settings of a run: one class for the defaults of a recipe, the options of `train`, and the header of a run."""
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
-from anybatch.core.geometry import checked_int
+from anybatch.core.compatibility import PrecisionName
+from anybatch.core.geometry import checked_int, is_number
 from anybatch.core.schedules import BatchRamp, sizes_of
 from anybatch.errors import BatchSizeError, UserError
 
 ScalingRule = Literal["linear", "sqrt", "none"]
-PrecisionName = Literal["fp32", "bf16", "fp16"]
-MicroBatchSizeChoice = int | Literal["auto", "remeasure"]
+MicroBatchSizeChoice = int | Literal["auto"]
 
 _ALTERNATIVES: Final = (("epochs", "steps"), ("micro_batch_tokens", "micro_batch_size", "accumulation_steps"))
 """A given setting replaces all settings of its group in the recipe or in the resumed run."""
-_WHOLE: Final = frozenset((*_ALTERNATIVES[0], *_ALTERNATIVES[1], "effective_batch_size", "base_batch_size", "seed"))
-_WORDS: Final = (("micro_batch_size", "auto"), ("micro_batch_size", "remeasure"))
+_INTEGERS: Final = frozenset((*_ALTERNATIVES[0], *_ALTERNATIVES[1], "effective_batch_size", "base_batch_size", "seed"))
+_KEYWORDS: Final = (("micro_batch_size", "auto"),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """The settings of a run. None: the setting of the resumed run, else the recipe's default, else `STANDARD`.
+    """The settings of a run.
 
-    Every field is an option of `anybatch train`, whose help is the text below.
+    A setting that is None is taken from the resumed run, then from the recipe's defaults, then from `STANDARD`. Every
+    field is an option of `anybatch train`, with the text below as its help.
 
     Args:
-        effective_batch_size: samples of one optimizer step, over all ranks; 32,128@20000: 32, and 128 after 20,000
-            samples (in Python: a `BatchRamp`; commands other than train use its largest stage)
-        micro_batch_size: maximum samples per forward and backward; auto: the fastest of a few that fit; remeasure:
-            auto, but ignore cached measurements
+        effective_batch_size: samples of one optimizer step, over all ranks; 32,128@20000 begins with 32 and changes to
+            128 after 20,000 samples (in Python: a `BatchRamp`; commands other than train use its largest stage)
+        micro_batch_size: maximum samples per forward and backward; auto tries a few sizes and takes the fastest
         accumulation_steps: micro-batches per rank and step, instead of a micro-batch size
-        micro_batch_tokens: maximum tokens per forward and backward, including padding, instead of a micro-batch size:
-            cuts batches by length if the recipe gives lengths
-        epochs: passes over the data, counted from the start of the run (default: 1, without steps)
+        micro_batch_tokens: maximum tokens per forward and backward, including padding, instead of a number of samples;
+            for recipes that give the length of each sample
+        epochs: passes over the data, counted from the start of the run (default: 1, if steps are not given)
         steps: optimizer steps, counted from the start of the run, instead of epochs
         learning_rate: learning rate at the base batch size; the optimizer gets it scaled to the effective batch size
         base_batch_size: samples per step for which the learning rate was tuned (default: the recipe's effective batch
@@ -43,8 +42,8 @@ class RunConfig:
             optimizer)
         precision: number format of forward and backward
         strategy: how ranks sum gradients: all_reduce, ddp, zero1, fsdp, or data_parallel in one process
-        average_decay: evaluate with weights averaged over steps, with this decay, such as 0.999
-        seed: seed of weights, order, augmentation and dropout
+        average_decay: evaluate with an exponential moving average of the weights, with this decay, such as 0.999
+        seed: seed of initial weights, sample order, augmentation and dropout
 
     Raises:
         BatchSizeError: a batch size is not a whole number of at least 1.
@@ -66,30 +65,33 @@ class RunConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Check each value, and that no two contradict each other."""
+        """Check each value, and that no two values contradict each other."""
         for name, value in self.given.items():
             # A ramp has checked its own sizes.
-            if name in _WHOLE and not isinstance(value, BatchRamp) and (name, value) not in _WORDS:
+            if name in _INTEGERS and not isinstance(value, BatchRamp) and (name, value) not in _KEYWORDS:
                 error = BatchSizeError if name.endswith("batch_size") else UserError
-                checked_int(name, value, least=None if name == "seed" else 1, error=error)
+                checked_int(name, value, minimum=None if name == "seed" else 1, error=error)
         rate = self.learning_rate
-        if rate is not None and not (_is_number(rate) and 0.0 < rate < math.inf):
+        if rate is not None and not (is_number(rate) and rate > 0.0):
             message = f"learning_rate={rate!r} must be a finite number above 0."
             raise UserError(message)
         for name, kind in (("learning_rate_rule", ScalingRule), ("precision", PrecisionName)):
             _refuse_unknown(name, getattr(self, name), get_args(kind))
         tokens = _ALTERNATIVES[1]
         for first, second in (_ALTERNATIVES[0], tokens[:2], (tokens[0], tokens[2])):
-            one, other = getattr(self, first), getattr(self, second)
-            if one is not None and other is not None:
-                message = f"{first}={one} and {second}={other} contradict each other. Pass one of them."
+            values = getattr(self, first), getattr(self, second)
+            if None not in values:
+                message = f"{first}={values[0]} and {second}={values[1]} contradict each other. Pass one of them."
                 raise UserError(message)
 
-    def over(self, base: "RunConfig") -> "RunConfig":
-        """Return these settings, and those of `base` where these have none."""
+    def with_defaults(self, defaults: "RunConfig") -> "RunConfig":
+        """Return these settings, with the settings of `defaults` in place of None.
+
+        A setting also replaces its alternatives in `defaults`, such as `steps` the `epochs`.
+        """
         given = self.given
         replaced = {name for group in _ALTERNATIVES if given.keys() & set(group) for name in group}
-        kept = {name: value for name, value in base.given.items() if name not in replaced}
+        kept = {name: value for name, value in defaults.given.items() if name not in replaced}
         return RunConfig(**kept | given)
 
     @property
@@ -100,19 +102,19 @@ class RunConfig:
 
     @property
     def largest_batch_size(self) -> int:
-        """Samples of the largest step, which has to fit into memory."""
+        """Maximum samples of a step; with a ramp, the samples of a step in its largest stage."""
         assert self.effective_batch_size is not None
         return max(sizes_of(self.effective_batch_size))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the settings as JSON for a run's header; a ramp as on the command line."""
+        """Return the settings as a dict for JSON; a ramp in the notation of the command line."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         size = self.effective_batch_size
         return values | {"effective_batch_size": size.notation if isinstance(size, BatchRamp) else size}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "RunConfig":
-        """Return the settings that `as_json` wrote."""
+        """Return the settings from a result of `as_json`."""
         size = values["effective_batch_size"]
         values = {**values, "effective_batch_size": BatchRamp.parse(size) if isinstance(size, str) else size}
         other = values.get("micro_batch_tokens") or values.get("accumulation_steps")
@@ -121,13 +123,9 @@ class RunConfig:
         return cls(**values)
 
     def differences(self, other: "RunConfig", names: Iterable[str]) -> tuple[str, ...]:
-        """Return "name before -> after" for each of these settings that is different in `other`."""
+        """Return "name before -> after" for each of the settings `names` that is different in `other`."""
         pairs = ((name, getattr(self, name), getattr(other, name)) for name in names)
         return tuple(f"{name} {before} -> {after}" for name, before, after in pairs if before != after)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _refuse_unknown(name: str, value: object, known: tuple[str, ...]) -> None:
@@ -137,4 +135,4 @@ def _refuse_unknown(name: str, value: object, known: tuple[str, ...]) -> None:
 
 
 STANDARD: Final = RunConfig(micro_batch_size="auto", precision="fp32", strategy="auto", seed=0)
-"""The settings that neither a run nor its recipe gives."""
+"""Settings that are used if neither the run nor its recipe sets them."""

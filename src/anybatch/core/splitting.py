@@ -1,10 +1,9 @@
-"""How an effective batch is cut into units, and how units are dealt to ranks.
+"""Split an effective batch into numbered micro-batches (*units*), and assign (*deal*) them to ranks.
 
-A unit is a numbered micro-batch: a range of positions in the effective batch's global order. A rank share is a list of
-units. Nothing is dropped and nothing is duplicated: the units of a plan with weight 1 are a partition of the batch.
+A unit is a range of positions in the effective batch's global order; a *rank share* is the list of units of one rank.
+No sample is dropped or duplicated: the units of a plan with weight 1 are a partition of the batch.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
@@ -20,9 +19,10 @@ Deal = Literal["balanced", "fixed"]
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Positions `start` to `stop` (exclusive) of the effective batch, run as one forward and backward.
+    """A numbered micro-batch: positions `start` to `stop` (exclusive) of the effective batch.
 
-    `weight` is 1, or 0 for a filler unit that only keeps ranks in lockstep: it repeats samples and must add nothing.
+    `weight` is 1, or 0 for a *filler*, which only keeps ranks in lockstep: it repeats samples and must not contribute
+    to any sum.
     """
 
     number: int
@@ -38,17 +38,18 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """The constraints that a cut must respect.
+    """The constraints for splitting an effective batch into units.
 
     Args:
         micro_batch_size: maximum samples in a unit; None for no limit.
-        accumulation_steps: cut each share into this many units of nearly equal size instead; None for as few as fit.
-        deal: "balanced" gives every rank the same number of samples up to one and cuts each share separately; "fixed"
-            cuts the whole batch once and keeps units whole, so that units do not depend on the world size.
-        lockstep: every rank must run the same number of units; short shares are filled with units of weight 0.
+        accumulation_steps: split each share into this number of units of nearly equal size; None for as few units as
+            `micro_batch_size` allows.
+        deal: "balanced" gives ranks numbers of samples that differ by at most one, and splits each share separately;
+            "fixed" splits the whole batch once and assigns whole units, which then do not depend on the world size.
+        lockstep: every rank must run the same number of units; short shares are padded with units of weight 0.
         group: units and shares hold whole groups of this many consecutive samples, see `group_sizes`; a unit may hold
-            one sample more than allowed, if its last group does.
-        least_samples: minimum samples of a unit; a smaller one is avoided by cutting evenly, if that helps.
+            one sample more than allowed, if its last group has one more.
+        min_samples: minimum samples of a unit; units of equal size are used if a unit would be smaller otherwise.
     """
 
     micro_batch_size: int | None = None
@@ -56,23 +57,23 @@ class Cut:
     deal: Deal = "balanced"
     lockstep: bool = False
     group: int | None = None
-    least_samples: int = 1
+    min_samples: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutConstraints:
-    """Requirements of a BatchNorm policy or a strategy on every cut, and on how its units are run.
+    """Requirements of a strategy or a BatchNorm policy (`norms=`) on units, and on how they are run.
 
     Attributes:
-        lockstep: every rank runs the same number of units, and each rank has at least one in every step.
-        fills_up: every rank runs the same number of units; a rank may have fillers only.
-        every_unit: units with a count of 0 are run too.
+        lockstep: every rank runs the same number of units, and has at least one unit with samples in every step.
+        fills_up: every rank runs the same number of units; a rank without samples runs fillers.
+        every_unit: units whose loss has a count of 0 are run too.
         whole: a rank share is one unit, regardless of its size.
         group: units and rank shares hold whole groups of this many consecutive samples; None for no groups.
-        least_samples: minimum samples of a unit, if an even cut makes that possible.
+        min_samples: minimum samples of a unit, if units of equal size can reach it.
         joins_ranks: ranks wait for each other in the middle of a forward.
-        largest_fitting: why the largest micro-batch that fits is used and not the fastest, as a clause; otherwise
-            empty.
+        largest_fitting: why "auto" takes the largest micro-batch that fits instead of the fastest, as a clause; empty
+            if it takes the fastest.
     """
 
     lockstep: bool = False
@@ -80,17 +81,17 @@ class CutConstraints:
     every_unit: bool = False
     whole: bool = False
     group: int | None = None
-    least_samples: int = 1
+    min_samples: int = 1
     joins_ranks: bool = False
     largest_fitting: str = ""
 
     @property
     def searchable(self) -> bool:
-        """Whether there is a size to search for: false if a share is one unit, or all units are in memory together."""
+        """Whether "auto" can search for a size: false if a share is one unit, or all units are in memory together."""
         return not (self.whole or self.every_unit)
 
     def __or__(self, other: "CutConstraints") -> "CutConstraints":
-        """Return constraints that satisfy both; only one of them may ask for groups."""
+        """Return constraints that satisfy both; only one of them may have a group size."""
         assert self.group is None or other.group is None, (self, other)
         return CutConstraints(
             lockstep=self.lockstep or other.lockstep,
@@ -98,7 +99,7 @@ class CutConstraints:
             every_unit=self.every_unit or other.every_unit,
             whole=self.whole or other.whole,
             group=other.group if self.group is None else self.group,
-            least_samples=max(self.least_samples, other.least_samples),
+            min_samples=max(self.min_samples, other.min_samples),
             joins_ranks=self.joins_ranks or other.joins_ranks,
             largest_fitting=self.largest_fitting or other.largest_fitting,
         )
@@ -106,13 +107,13 @@ class CutConstraints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """The units that each rank runs of one effective batch: a plain value to print, compare or test without a device.
+    """The units of each rank for one effective batch: a plain value to print, compare or test without a device.
 
     Attributes:
         num_samples: samples of the effective batch over all ranks.
         shares: for each rank its units, in the order in which they run.
         cut: the constraints of the plan.
-        order: positions in the batch, in the order in which its samples are cut; None for the batch's order.
+        order: a permutation of the batch's positions, whose ranges are the units; None for the batch's order.
     """
 
     num_samples: int
@@ -127,12 +128,12 @@ class BatchPlan:
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """All units that count (weight 1), in global order."""
+        """All units with weight 1 (no fillers), in global order."""
         return tuple(unit for share in self.shares for unit in share if unit.weight)
 
     @property
     def accumulation_steps(self) -> int:
-        """The largest number of micro-batches any rank runs."""
+        """The maximum number of micro-batches per rank."""
         return max(len(share) for share in self.shares)
 
     def positions(self, unit: Unit) -> Sequence[int]:
@@ -141,24 +142,8 @@ class BatchPlan:
             return range(unit.start, unit.stop)
         return self.order[unit.start : unit.stop]
 
-    def in_order(self, order: Sequence[int]) -> "BatchPlan":
-        """Return the plan with the batch's samples put into this order (a permutation of 0 to `num_samples - 1`) first.
-
-        Raises:
-            BatchSizeError: a position is missing or repeated.
-        """
-        positions = tuple(order)
-        if sorted(positions) != list(range(self.num_samples)):
-            message = (
-                f"the order of a batch of {self.num_samples} samples must hold each position from 0 to "
-                f"{self.num_samples - 1} once, and it holds {len(positions)} positions, {len(set(positions))} of them "
-                "different. Return a permutation of range(len(sample_ids))."
-            )
-            raise BatchSizeError(message, code="not_a_permutation")
-        return dataclasses.replace(self, order=positions)
-
     def __str__(self) -> str:
-        """Return the geometry in one line: `256 samples = 2 ranks x 8 micro-batches x 16`."""
+        """Return the sizes in one line: `256 samples = 2 ranks x 8 micro-batches x 16`."""
         sizes = [tuple(unit.num_samples for unit in share if unit.weight) for share in self.shares]
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
         largest = max((size for share in sizes for size in share), default=0)
@@ -167,20 +152,14 @@ class BatchPlan:
         line = f"{samples} = {ranks} x {steps} micro-batch{'es' * (steps != 1)} x {largest}"
         if all(share == (largest,) * steps for share in sizes):
             return line
-        if self.order is not None:  # cut by length: plans hardly ever repeat
+        if self.order is not None:  # split by length: every plan differs, so its sizes are not listed
             return f"{line}, cut by length: {min(size for share in sizes for size in share)} to {largest}"
         return f"{line}, ragged: {_describe_ragged(sizes)}"
 
 
-@functools.lru_cache(maxsize=8)  # nearly all steps of a run are cut alike
+@functools.lru_cache(maxsize=8)  # nearly all steps of a run have the same plan
 def plan_batch(num_samples: int, world_size: int, cut: Cut) -> BatchPlan:
-    """Cut an effective batch of `num_samples` and deal it to `world_size` ranks.
-
-    Args:
-        num_samples: samples in the effective batch, over all ranks; 0 or more.
-        world_size: number of ranks; it need not divide `num_samples`.
-        cut: the constraints.
-    """
+    """Split an effective batch of any size into units, and assign them to `world_size` ranks."""
     if num_samples < 0:
         message = f"{num_samples=} must not be negative."
         raise BatchSizeError(message, code="negative_size")
@@ -193,36 +172,27 @@ def plan_batch(num_samples: int, world_size: int, cut: Cut) -> BatchPlan:
         share = max(ceil_div(num_samples, world_size), cut.group or 1)
         sizes = _units_of(num_samples, cut.micro_batch_size or share, cut)
     units = [Unit(number, start, stop) for number, (start, stop) in enumerate(_ranges(sizes, 0))]
-    # Deal whole units, so that every world size has the same units; ranks may then differ by one unit.
+    # Assign whole units, so that the units do not depend on the world size; ranks may then differ by one unit.
     ends = list(itertools.accumulate(even_parts(len(units), world_size), initial=0))
     shares = tuple(tuple(units[start:stop]) for start, stop in itertools.pairwise(ends))
     return plan_of(num_samples, shares, cut)
 
 
-def plan_shares(share_sizes: Sequence[int], cut: Cut) -> BatchPlan:
-    """Cut a batch whose rank shares are already given: rank r holds `share_sizes[r]` consecutive samples.
-
-    Args:
-        share_sizes: samples of each rank, in rank order; 0 for a rank without samples.
-        cut: the constraints.
+@functools.lru_cache(maxsize=8)
+def plan_shares(share_sizes: tuple[int, ...], cut: Cut) -> BatchPlan:
+    """Split a batch that is already divided over ranks: rank r has `share_sizes[r]` consecutive samples.
 
     Raises:
-        CompositionError: `cut.deal` is "fixed", which needs a batch that can be dealt freely.
+        CompositionError: `cut.deal` is "fixed", which needs a batch whose samples can go to any rank.
         BatchSizeError: a share ends within a group.
     """
-    return _plan_shares(tuple(share_sizes), cut)
-
-
-@functools.lru_cache(maxsize=8)
-def _plan_shares(share_sizes: tuple[int, ...], cut: Cut) -> BatchPlan:
-    # Cached, since nearly all steps of a run have the same cut.
     if cut.deal == "fixed":
         refuse_compositions({Feature.FIXED: "", Feature.RANK_SHARES: ""})
     _refuse_cut_groups(share_sizes, cut)
     shares: list[tuple[Unit, ...]] = []
     number = start = 0
     for size in share_sizes:
-        # Each share is cut separately: no unit may cross the border to another rank's data.
+        # Split each share separately: no unit may contain samples of two ranks.
         if cut.accumulation_steps is not None:
             sizes: Iterable[int] = _even_shares(size, cut.accumulation_steps, cut, keep_empty=False)
         else:
@@ -235,7 +205,7 @@ def _plan_shares(share_sizes: tuple[int, ...], cut: Cut) -> BatchPlan:
 
 
 def group_sizes(num_samples: int, group: int) -> tuple[int, ...]:
-    """Split samples into groups. A remainder is a group too, but a remainder of one sample joins the group before."""
+    """Split samples into groups of `group`: 10 = 4 + 4 + 2, but 9 = 4 + 5, since no group may have a single sample."""
     sizes = _parts_of(num_samples, group)
     # One value has no variance, and BatchNorm in train mode refuses it.
     if len(sizes) > 1 and sizes[-1] == 1:
@@ -260,10 +230,10 @@ def _parts_of(total: int, size: int) -> tuple[int, ...]:
 
 
 def _even_shares(num_samples: int, num_parts: int, cut: Cut, *, keep_empty: bool = True) -> tuple[int, ...]:
-    """Split samples into parts that differ by at most one sample, or by one group where groups stay whole."""
+    """Split samples into parts that differ by at most one sample, or by one group if there is a group size."""
     groups = None if cut.group is None else group_sizes(num_samples, cut.group)
     num_pieces = num_samples if groups is None else len(groups)
-    # A rank may go without samples, a unit may not.
+    # A rank may have no samples, but a unit has at least one.
     parts = even_parts(num_pieces, num_parts if keep_empty else min(num_parts, num_pieces))
     if groups is None:
         return parts
@@ -271,11 +241,11 @@ def _even_shares(num_samples: int, num_parts: int, cut: Cut, *, keep_empty: bool
 
 
 def _units_of(num_samples: int, size: int, cut: Cut) -> tuple[int, ...]:
-    """Split samples into units of at most `size`, of whole groups; refuse a group that does not fit."""
+    """Split samples into units of at most `size`, made of whole groups; refuse a group that does not fit."""
     if cut.group is None:
         parts = _parts_of(num_samples, size)
         # One value has no variance: 4 + 4 + 1 becomes 3 + 3 + 3.
-        return parts if not parts or parts[-1] >= cut.least_samples else even_parts(num_samples, len(parts))
+        return parts if not parts or parts[-1] >= cut.min_samples else even_parts(num_samples, len(parts))
     # A batch smaller than a group is one group.
     if size < min(cut.group, num_samples):
         message = (
@@ -307,16 +277,18 @@ def _ranges(sizes: Iterable[int], start: int) -> Iterable[tuple[int, int]]:
     return itertools.pairwise(itertools.accumulate(sizes, initial=start))
 
 
-def plan_of(num_samples: int, shares: tuple[tuple[Unit, ...], ...], cut: Cut) -> BatchPlan:
-    """Return the plan with these units per rank; in lockstep, repeat a short share's last unit with weight 0."""
+def plan_of(
+    num_samples: int, shares: tuple[tuple[Unit, ...], ...], cut: Cut, order: tuple[int, ...] | None = None
+) -> BatchPlan:
+    """Return a plan with the given units per rank; in lockstep, pad short shares by repeating a unit with weight 0."""
     # An empty batch has no unit to repeat.
     if cut.lockstep and num_samples:
         shares = _in_lockstep(shares)
-    return BatchPlan(num_samples=num_samples, shares=shares, cut=cut)
+    return BatchPlan(num_samples=num_samples, shares=shares, cut=cut, order=order)
 
 
 def _in_lockstep(shares: tuple[tuple[Unit, ...], ...]) -> tuple[tuple[Unit, ...], ...]:
-    # Filler units cost a forward and add nothing to any sum.
+    # Fillers take the time of a forward and backward, but do not contribute to any sum.
     longest = max(shares, key=len)
     number = itertools.count(sum(len(share) for share in shares))
     return tuple(
@@ -330,7 +302,7 @@ def _in_lockstep(shares: tuple[tuple[Unit, ...], ...]) -> tuple[tuple[Unit, ...]
 
 
 def _describe_ragged(sizes: Sequence[tuple[int, ...]]) -> str:
-    """Describe uneven shares, with equal ones grouped: `rank 0: 84 = 5 x 16 + 4; ranks 1-2: ...`."""
+    """Return the unit sizes per rank, with equal ranks grouped: `rank 0: 5 x 16 + 4; ranks 1-2: ...`."""
     parts = []
     for share, group in itertools.groupby(enumerate(sizes), key=lambda item: item[1]):
         ranks = [rank for rank, _ in group]

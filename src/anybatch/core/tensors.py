@@ -1,8 +1,7 @@
-"""Dtypes of sums, the error between gradients, snapshots of buffers, and the repeated blocks of a model."""
+"""Dtypes for sums, the relative error between gradients, and the repeated blocks of a model."""
 
 import functools
 import math
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -10,18 +9,16 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from anybatch.core.torch_internals import buffer_tables, copy_each
-
 _LOW_PRECISION: Final = (torch.bfloat16, torch.float16)
 
 
 def is_low_precision(tensor: Tensor) -> bool:
-    """Whether sums of this dtype need a wider one: a bf16 sum stalls after some hundred terms."""
+    """Whether a tensor is bf16 or fp16, whose sums need a wider dtype: a bf16 sum stalls after a few hundred terms."""
     return tensor.dtype in _LOW_PRECISION
 
 
 def accumulation_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype for summing and sending gradients of a parameter: float32 for bf16 and fp16, else its own."""
+    """Return the dtype for sums and messages of a parameter's gradient: float32 for bf16 and fp16, else its dtype."""
     return torch.float32 if is_low_precision(tensor) else tensor.dtype
 
 
@@ -30,9 +27,9 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.float() if is_low_precision(tensor) else tensor
 
 
-@functools.cache  # reading a device's type takes longer
+@functools.cache  # a cache hit is faster than reading the type of a device
 def widest_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which losses, counts and statistics are summed: float64, which only mps devices lack."""
+    """Return the dtype for sums of losses, counts and statistics: float64, or float32 on mps, which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -42,12 +39,12 @@ Gradients = Mapping[str, torch.Tensor | None]
 def relative_error(found: Gradients, expected: Gradients) -> float:
     """Return ||found - expected|| / ||expected|| over all parameters together, in float64.
 
-    A gradient that is None on one side only counts as infinitely far: an unused parameter is not the same as one with a
-    zero gradient, because an optimizer may change only the latter.
+    If a gradient is None on only one side, the error is infinite: an optimizer may change a parameter with a zero
+    gradient, but not one without a gradient.
 
     Args:
-        found: gradients by parameter name, dense or sparse, on any device and of any dtype.
-        expected: the gradients to compare with.
+        found: the gradients to check, by parameter name: dense or sparse, on any device and of any dtype.
+        expected: the gradients to compare with, by parameter name.
 
     Raises:
         ValueError: the two do not have the same parameters.
@@ -56,13 +53,13 @@ def relative_error(found: Gradients, expected: Gradients) -> float:
 
 
 def errors_by_parameter(found: Gradients, expected: Gradients) -> dict[str, float]:
-    """Return each parameter's part in the relative error: ||found_p - expected_p|| / ||expected||, over all of them.
+    """Return each parameter's contribution to the relative error: ||found_p - expected_p|| / ||expected||.
 
-    The squares add up to the square of `relative_error`. Dividing by the parameter's own norm instead would inflate
-    parameters whose gradient is only rounding error.
+    The squares add up to the square of `relative_error`. The norm in the denominator is over all parameters: the norm
+    of one parameter would inflate the errors of gradients that consist of rounding errors.
     """
     if set(found) != set(expected):
-        message = f"different parameters: {sorted(set(found) ^ set(expected))} are on one side only."
+        message = f"the parameters differ: {sorted(set(found) ^ set(expected))} have a gradient on only one side."
         raise ValueError(message)
     norm = math.sqrt(sum(float(_as_float64(value).square().sum()) for value in expected.values() if value is not None))
     errors = {}
@@ -83,77 +80,18 @@ def _as_float64(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().to_dense().double()
 
 
-class BufferValues:
-    """A snapshot of all buffers' values, copied when it is made."""
-
-    def __init__(self, modules: nn.Module) -> None:
-        self._kept = [
-            (module, name, buffer, buffer.detach().clone())
-            for module in modules.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore the values, even if a module has replaced the tensor."""
-        for module, name, buffer, value in self._kept:
-            buffer.copy_(value)
-            setattr(module, name, buffer)
-
-
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
-
-
-class BufferKeeper:
-    """A snapshot of all buffers' values that every step renews in the same memory.
-
-    It costs nothing for a model without buffers. Modules that are added later are ignored.
-    """
-
-    def __init__(self, modules: nn.Module) -> None:
-        self._owners = buffer_tables(modules)
-        self._before: list[tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]] = []
-        self._values: list[torch.Tensor] = []
-        self._copies: list[torch.Tensor] = []
-
-    def keep(self) -> None:
-        """Take the snapshot: copy the current values."""
-        self._before = [(owner, dict(owner)) for owner in self._owners if owner]
-        values = [value for _, named in self._before for value in named.values() if value is not None]
-        # A forward may replace a buffer by a new tensor (`self.running_mean = ...`), whose shape may differ.
-        fits = len(values) == len(self._values) and all(map(operator.is_, values, self._values))
-        if not fits and not (len(values) == len(self._copies) and all(map(_alike, values, self._copies))):
-            self._copies = [torch.empty_like(value) for value in values]
-        self._values = values
-        if values:
-            with torch.no_grad():
-                copy_each(self._copies, values)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore the last snapshot, even if a module has replaced, added or dropped a tensor."""
-        # Clear first, to remove buffers that the forward has added.
-        for owner in self._owners:
-            owner.clear()
-        for owner, named in self._before:
-            owner.update(named)
-        if self._values:
-            copy_each(self._values, self._copies)
-
-
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Consecutive modules of one class.
+    """Consecutive modules of one class in a container.
 
     Attributes:
-        parent: the module that contains them.
-        names: their names in it.
+        parent: the module that contains the blocks.
+        names: names of the blocks in the parent.
         path: name of the parent in the model; empty if it is the model.
-        kind: their class.
+        kind: class of the blocks.
     """
 
     parent: nn.Module
@@ -167,20 +105,21 @@ class Blocks:
         return [self.parent.get_submodule(name) for name in self.names]
 
     def __str__(self) -> str:
-        """Return their location: `blocks.* (12 x Block)`."""
+        """Return the location of the blocks: `blocks.* (12 x Block)`."""
         return f"{self.path}{'.' * bool(self.path)}* ({len(self.names)} x {self.kind.__name__})"
 
 
 def repeated_blocks(modules: nn.Module) -> tuple[Blocks, ...]:
-    """Return the outermost runs of two or more modules of one class, each with child modules and parameters.
+    """Return the outermost repeated blocks: two or more modules of one class in a container, with child modules.
 
-    Examples are the layers of a transformer and the stages of a residual network. Runs inside a block are not returned.
+    Examples are the layers of a transformer and the stages of a residual network. Repeated blocks inside a block are
+    not returned, nor blocks without parameters.
     """
     found: list[Blocks] = []
-    inside: list[str] = []
+    block_paths: list[str] = []
     for path, parent in modules.named_modules():
-        # Blocks within blocks belong to the outer blocks.
-        if any(path == taken or path.startswith(f"{taken}.") for taken in inside):
+        # Skip the modules inside of blocks.
+        if any(path == block or path.startswith(f"{block}.") for block in block_paths):
             continue
         if not isinstance(parent, _CONTAINERS):
             continue
@@ -192,5 +131,5 @@ def repeated_blocks(modules: nn.Module) -> tuple[Blocks, ...]:
             composite = any(True for _ in first.children()) and not isinstance(first, _CONTAINERS)
             if len(names) > 1 and composite and any(True for _ in first.parameters()):
                 found.append(Blocks(parent, names, path, kind))
-                inside += [f"{path}.{name}" if path else name for name in names]
+                block_paths += [f"{path}.{name}" if path else name for name in names]
     return tuple(found)

@@ -1,14 +1,14 @@
-"""Batches of any shape. A batch is a tree; its leaves that carry samples are cut along their first axis.
+"""Nested batches: count, slice and join their samples. Leaves with samples are sliced along their first axis.
 
 **The rule.** A mapping (dict, `BatchEncoding`), dataclass or named tuple holds fields, and so does a tuple that is the
-batch itself. Each field has the sample as its first axis: tensors of at least one axis, numpy arrays, plain lists (of
-strings, say), tuples of strings, which torch's default collate makes, and objects with `slice_samples(start, stop)` and
-`__len__`. Everything else (numbers, None, strings, tensors without axes) belongs to every sample.
+batch itself. The first axis of a field is the sample axis: of tensors with at least one axis, numpy arrays, plain lists
+(of strings, say), tuples of strings, which torch's default collate returns, and objects with `slice_samples(start,
+stop)` and `__len__`. Everything else (numbers, None, strings, scalar tensors) is shared by all samples.
 
-A list of tensors or containers, or a tuple of them inside a batch, has two possible readings: it holds fields, or it
-has one entry per sample (a `SampleList` always has). The reading that fits the lengths of all other leaves is used. If
-both fit, the batch is refused. One exception: a batch that is a list of two or three tensors of equal length holds
-fields, as torch's default collate returns them.
+A list of tensors or containers, or a tuple of them inside a batch, has two possible readings: either its entries are
+fields, or it has one entry per sample (always true for a `SampleList`). The reading that fits the lengths of all other
+leaves is used. If both fit, the batch is refused. One exception: a batch that is a list of two or three tensors of
+equal length holds fields, as torch's default collate returns them.
 """
 
 import copy
@@ -26,7 +26,7 @@ Tree = Any
 
 
 class SampleList(list[Any]):
-    """A list with one entry per sample, such as images or recordings of different sizes; it is cut by entries."""
+    """A list with one entry per sample, such as images or recordings of different sizes; slicing selects entries."""
 
     __slots__ = ()
 
@@ -44,14 +44,14 @@ class FieldTuple(tuple[Any, ...]):
 
 
 def is_cut_whole(node: object) -> bool:
-    """Whether an object is cut as a single leaf: by its own method, or as a list with one entry per sample."""
+    """Whether an object is sliced as one leaf: with its `slice_samples`, or as a list with one entry per sample."""
     if type(node) is dict:
         return False
     return isinstance(node, SampleList) or hasattr(node, "slice_samples")
 
 
 def is_container(node: object) -> bool:
-    """Whether an object holds leaves: a mapping, dataclass or tuple, or a list with more than plain values."""
+    """Whether an object contains leaves: a mapping, dataclass or tuple, or a list of other than plain values."""
     # The most frequent type first: checking for a Mapping takes longer than everything else here.
     if isinstance(node, torch.Tensor):
         return False
@@ -66,7 +66,7 @@ def is_container(node: object) -> bool:
 
 
 def can_hold_rows(item: object) -> bool:
-    """Whether an object may have a row per sample, or be a sample: everything but plain values."""
+    """Whether an object may have one row per sample, or be a sample itself: true for all but plain values."""
     return is_tensor(item) or hasattr(item, "slice_samples") or is_container(item)
 
 
@@ -76,14 +76,14 @@ def is_tensor(item: object) -> bool:
 
 
 def _are_strings(node: object) -> bool:
-    """Whether this is one string per sample, as torch's default collate returns them (a named tuple is not)."""
+    """Whether an object is an unnamed tuple of strings, one per sample, as torch's default collate returns them."""
     if not isinstance(node, tuple) or hasattr(node, "_fields"):
         return False
     return bool(node) and all(isinstance(item, (str, bytes)) for item in node)
 
 
 def children_of(node: Tree) -> Iterator[tuple[str, Any]]:
-    """Return the entries of a container, each with the last part of its path."""
+    """Return the entries of a container as pairs (last part of the path, such as "['x']", value)."""
     if isinstance(node, (dict, Mapping)):
         return ((f"[{key!r}]", value) for key, value in node.items())
     if dataclasses.is_dataclass(node):
@@ -92,7 +92,7 @@ def children_of(node: Tree) -> Iterator[tuple[str, Any]]:
 
 
 def leaves_of(node: Tree, path: str, *, cutting: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a batch with their paths; with `cutting`, an object that is cut as one is a leaf."""
+    """Yield path and value of each leaf; with `cutting`, an object that is sliced as one (`is_cut_whole`) is a leaf."""
     if not is_container(node) or (cutting and is_cut_whole(node)):
         yield path, node
         return
@@ -101,7 +101,7 @@ def leaves_of(node: Tree, path: str, *, cutting: bool = False) -> Iterator[tuple
 
 
 def map_tree(node: Tree, function: Callable[[Any], Any], *, cutting: bool = False) -> Tree:
-    """Return the same structure with `function` applied to its leaves."""
+    """Return the same structure with `function` applied to its leaves; `cutting` as for `leaves_of`."""
     if isinstance(node, torch.Tensor) or not is_container(node) or (cutting and is_cut_whole(node)):
         return function(node)
     return with_children(node, lambda child: map_tree(child, function, cutting=cutting))
@@ -114,7 +114,7 @@ def with_children(node: Tree, function: Callable[[Any], Any]) -> Tree:
     if isinstance(node, (dict, Mapping)):
         return _rebuild_mapping(node, {key: function(value) for key, value in node.items()})
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        # `replace` refuses fields that `__init__` does not take; the class computes these from the others.
+        # `replace` refuses fields with init=False; the class computes them from the other fields.
         fields = {f.name: function(getattr(node, f.name)) for f in dataclasses.fields(node) if f.init}
         return dataclasses.replace(node, **fields)
     items = [function(item) for item in node]
@@ -125,7 +125,7 @@ def with_children(node: Tree, function: Callable[[Any], Any]) -> Tree:
 
 
 def _rebuild_mapping(node: Mapping[Any, Any], values: dict[Any, Any]) -> Tree:
-    """Return `values` as the mapping type of `node` where that type can be built from a dict, else as a dict."""
+    """Return `values` as a mapping of the type of `node`; as a dict if that type cannot be built from a dict."""
     if type(node) is dict:
         return values
     try:
@@ -135,7 +135,7 @@ def _rebuild_mapping(node: Mapping[Any, Any], values: dict[Any, Any]) -> Tree:
 
 
 def carries_samples(leaf: object) -> bool:
-    """Whether the first axis of a leaf is the sample axis; other leaves are shared by all samples."""
+    """Whether the first axis of a leaf is the sample axis; a leaf without it is shared by all samples."""
     if isinstance(leaf, torch.Tensor):
         return leaf.dim() > 0
     return isinstance(leaf, list) or _are_strings(leaf) or hasattr(leaf, "slice_samples") or is_tensor(leaf)
@@ -149,21 +149,21 @@ def length_of(leaf: Any) -> int:  # noqa: ANN401 (a tensor, list or array)
 
 
 Batch = Any
-"""Any nested batch. It has no narrower type: the user's collate function decides."""
+"""Any nested batch; its type depends on the user's collate function."""
 _MAX_PLAIN_FIELDS = 3
-"""Up to this number, tensors in a list are fields without further evidence; more are likely samples."""
+"""Maximum number of tensors in a list that are assumed to be fields; more tensors are likely samples."""
 
 
 def count_samples(batch: Batch) -> int:
-    """Return the number of samples of a nested batch by the rule above; raise a `DataError` if it has none or two."""
+    """Return the number of samples of a nested batch by the rule above; raise a `DataError` if it is not unique."""
     return read_samples(batch)[1]
 
 
 def read_samples(batch: Batch, num_samples: int | None = None) -> tuple[Batch, int]:
-    """Return a batch whose lists are marked as samples or as fields, and its number of samples.
+    """Return a batch with its lists marked as samples or fields (`SampleList`, `FieldList`), and its sample count.
 
-    Parts of a marked batch are read like the whole. Lists whose entries cannot be samples need no mark. With a given
-    `num_samples`, the reading that fits it is used.
+    Slices of a marked batch keep the same reading. Lists whose entries cannot be samples are not marked. If
+    `num_samples` is given, the reading with this number of samples is used.
     """
     heights = set(map(len, _plain_fields(batch)))
     if len(heights) == 1 and (num_samples is None or num_samples in heights):
@@ -188,7 +188,7 @@ def read_samples(batch: Batch, num_samples: int | None = None) -> tuple[Batch, i
 
 
 def as_fields(batch: Batch) -> Batch:
-    """Return a batch of torch's default collate with its lists marked: all of them hold fields."""
+    """Return a batch of torch's default collate with all of its lists marked as fields."""
     has_lists = not _plain_fields(batch) and any(True for _ in _unmarked_lists(batch, ""))
     return _with_marks(batch, frozenset()) if has_lists else batch
 
@@ -219,39 +219,29 @@ def slice_read(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def _rows_of_other_layouts(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Return rows of a nested or sparse tensor, which torch cannot slice; a copy."""
+    """Return a copy of rows of a nested or sparse tensor, which torch cannot slice."""
     if tensor.is_nested:
         rows: torch.Tensor = torch.nested.as_nested_tensor(list(tensor.unbind()[start:stop]), layout=tensor.layout)
         return rows
     if tensor.layout is torch.sparse_coo:
         return torch.narrow_copy(tensor, 0, start, stop - start)
     message = (
-        f"a tensor of layout {tensor.layout} cannot be cut into samples. Convert it with to_sparse_coo(), of which "
-        "rows can be taken, or with to_dense()."
+        f"a tensor of layout {tensor.layout} cannot be split into samples. Convert it with to_sparse_coo() or "
+        "to_dense()."
     )
     raise DataError(message, code="layout_without_rows")
 
 
 def pick_samples(batch: Batch, positions: Sequence[int]) -> Batch:
-    """Return the samples at some positions of a nested batch, in this order; user classes cannot be reordered."""
+    """Return the samples of a nested batch at the given positions, in their order; not supported by user classes."""
     if isinstance(positions, range) and positions.step == 1:
         return slice_samples(batch, positions.start, positions.stop)
     return join_samples([slice_samples(batch, position, position + 1) for position in positions])
 
 
 def join_samples(batches: Sequence[Batch]) -> Batch:
-    """Join batches of one structure, with their samples in this order: the inverse of `slice_samples`."""
-    if len(batches) == 1:
-        return batches[0]
-    parts = [_marked(batch) for batch in batches]
-    first, *others = [[path for path, _ in leaves_of(part, "batch", cutting=True)] for part in parts]
-    if any(paths != first for paths in others):
-        message = (
-            f"batches of a loader cannot be joined: one holds {', '.join(first)}, another "
-            "something else. Yield the same fields in every batch, or batches of the effective size."
-        )
-        raise DataError(message)
-    return merge_trees(parts, _joined, "batch")
+    """Concatenate batches of the same structure along the sample axis: the inverse of `slice_samples`."""
+    return batches[0] if len(batches) == 1 else merge_trees(list(map(_marked, batches)), _joined, "batch")
 
 
 def _joined(path: str, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
@@ -260,9 +250,9 @@ def _joined(path: str, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 (a tensor,
         other = next((leaf for leaf in leaves if not _are_equal(first, leaf)), first)
         if other is not first:
             message = (
-                f"batches of a loader cannot be joined: {path} is {first} in one and {other} in another, and "
-                "belongs to no sample. Leave it out and compute it in the loss or its count, or use "
-                "ab.batches(dataset, effective_batch_size=...), or have the loader yield effective batches."
+                f"batches of a loader cannot be joined: {path} is {first} in one and {other} in another, but a value "
+                "without a sample axis must be equal in all. Leave it out and compute it in the loss or its count, or "
+                "use ab.batches(dataset, effective_batch_size=...), or have the loader yield effective batches."
             )
             raise DataError(message)
         return first
@@ -277,7 +267,7 @@ def _joined(path: str, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 (a tensor,
     shapes = " and ".join(dict.fromkeys(str(tuple(leaf.shape)) for leaf in leaves if hasattr(leaf, "shape")))
     message = (
         f"batches of a loader cannot be joined: {path} is {shapes or f'of type {type(first).__name__}'}. Use "
-        "ab.batches(dataset, effective_batch_size=..., collate=...), which pads each micro-batch on its own; or pad "
+        "ab.batches(dataset, effective_batch_size=..., collate=...), which pads each micro-batch separately; or pad "
         "all batches to one length, or have the loader yield effective batches."
     )
     raise DataError(message)
@@ -295,7 +285,7 @@ def _are_equal(one: Any, other: Any) -> bool:  # noqa: ANN401 (any leaf of a bat
 
 
 def resize_samples(batch: Batch, num_samples: int, resize: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    """Return a batch with `num_samples` samples: `resize` makes its tensors; lists and arrays are repeated."""
+    """Return a batch with `num_samples` samples: `resize` is applied to tensors, lists and arrays are repeated."""
 
     def resized(leaf: Any) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
         if isinstance(leaf, torch.Tensor):
@@ -314,7 +304,7 @@ def map_tensors(batch: Batch, function: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 def copied(batch: Batch, clone: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Batch:
-    """Return the same tree with every tensor, list and array copied, so that changes to it do not reach the batch."""
+    """Return the same tree with every tensor, list and array copied, so that in-place changes do not affect `batch`."""
 
     def copy_of(leaf: Any) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
         if isinstance(leaf, torch.Tensor):
@@ -325,33 +315,36 @@ def copied(batch: Batch, clone: Callable[[torch.Tensor], torch.Tensor] = torch.c
 
 
 def merge_trees(trees: Sequence[Batch], merge: Callable[[str, Sequence[Any]], Any], name: str = "") -> Batch:
-    """Merge trees of one structure: each leaf is `merge(path, leaves at this path)`, called depth first.
+    """Merge trees of the same structure: each leaf of the result is `merge(path, leaves at this path)`.
 
-    Paths begin with `name`.
+    `merge` is called depth first; paths begin with `name`.
     """
     rows = [list(leaves_of(tree, name, cutting=True)) for tree in trees]
     if len({tuple(path for path, _ in row) for row in rows}) > 1:
         shown = [", ".join(path or "one value" for path, _ in row) or "nothing" for row in rows]
-        message = f"trees to be merged have different structures: {' and '.join(dict.fromkeys(shown))}."
+        message = (
+            f"batches or outputs with different fields cannot be joined: {' and '.join(dict.fromkeys(shown))}. Return "
+            "the same fields in all of them."
+        )
         raise DataError(message)
     merged = iter([merge(row[0][0], [leaf for _, leaf in row]) for row in zip(*rows, strict=True)])
     return map_tree(trees[0], lambda _: next(merged), cutting=True)
 
 
 def flatten_batch(batch: Batch) -> tuple[list[torch.Tensor], Callable[[Iterable[torch.Tensor]], Batch]]:
-    """Return every tensor of a nested batch, and a function that builds the structure around as many other tensors."""
+    """Return every tensor of a nested batch, and a function that rebuilds the batch with other tensors."""
     tensors: list[torch.Tensor] = []
 
     def extract(tensor: torch.Tensor) -> torch.Tensor:
         tensors.append(tensor)
-        # Without rows: keep the type and device of each leaf, but not its memory.
+        # An empty tensor keeps the type and device of each leaf, but not its memory.
         return tensor.new_zeros((0, *tensor.shape[1:])) if tensor.dim() else tensor.new_zeros(())
 
-    form = map_tensors(batch, extract)
+    structure = map_tensors(batch, extract)
 
     def rebuild(others: Iterable[torch.Tensor]) -> Batch:
         remaining = iter(others)
-        return map_tensors(form, lambda _: next(remaining))
+        return map_tensors(structure, lambda _: next(remaining))
 
     return tensors, rebuild
 
@@ -364,7 +357,7 @@ def tensors_of(batch: Batch) -> Iterator[torch.Tensor]:
 
 
 def moved_to(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> Batch:
-    """Return a batch with its tensors on a device; sliceable objects move themselves with their `to(device)`."""
+    """Return a batch with its tensors on a device; objects with `slice_samples` are moved by their `to(device)`."""
 
     def moved(leaf: Any) -> Any:  # noqa: ANN401 (a tensor or anything else)
         if isinstance(leaf, torch.Tensor):
@@ -375,12 +368,12 @@ def moved_to(batch: Batch, device: torch.device, *, non_blocking: bool = False) 
 
 
 def _marked(batch: Batch) -> Batch:
-    """Return a batch with its lists marked, if it has any."""
+    """Return a batch with its lists marked, as `read_samples` does."""
     return read_samples(batch)[0] if any(True for _ in _unmarked_lists(batch, "")) else batch
 
 
 def _with_marks(node: Batch, entries: frozenset[int], *, is_top: bool = True) -> Batch:
-    """Return a batch whose lists with an id in `entries` are marked as samples, and the others as fields."""
+    """Return a batch with marked lists: as samples if the `id` of the list is in `entries`, otherwise as fields."""
     if id(node) in entries:
         return SampleList(node)
     if is_cut_whole(node):
@@ -392,7 +385,7 @@ def _with_marks(node: Batch, entries: frozenset[int], *, is_top: bool = True) ->
 
 
 def _unmarked_lists(node: Batch, path: str, *, is_top: bool = True) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield path and value of every unmarked list or tuple whose entries may be samples."""
+    """Yield path and value of each unmarked list or tuple whose entries may be samples."""
     if not is_container(node) or is_cut_whole(node):
         return
     if _may_be_samples(node, is_top=is_top):
@@ -402,7 +395,7 @@ def _unmarked_lists(node: Batch, path: str, *, is_top: bool = True) -> Iterator[
 
 
 def _may_be_samples(node: Batch, *, is_top: bool) -> bool:
-    """Whether the entries of a list or tuple are of one kind, so that each may be a sample."""
+    """Whether an object is an unmarked list or tuple whose entries may be samples: they are all of one kind."""
     if not isinstance(node, (list, tuple)) or not node or (is_top and isinstance(node, tuple)):
         return False
     if isinstance(node, (SampleList, FieldList, FieldTuple)) or hasattr(node, "_fields") or not can_hold_rows(node[0]):
@@ -413,35 +406,41 @@ def _may_be_samples(node: Batch, *, is_top: bool) -> bool:
 
 
 def _kind(item: Any) -> tuple[object, ...]:  # noqa: ANN401 (any list item)
-    """Return the properties that samples in a list share: type and number of axes (of a sequence: its first item's)."""
+    """Return the type, dtype and number of axes of an item, which are equal for all samples in a list.
+
+    For a list or tuple, return its type and the properties of its first item.
+    """
     if isinstance(item, (list, tuple)):
         return (type(item), *map(_kind, item[:1]))
     return type(item), getattr(item, "dtype", None), getattr(item, "ndim", None)
 
 
 def _is_short(batch: Batch) -> bool:
-    """Whether a batch is a short list of tensors, which are then fields, as torch's default collate returns them."""
+    """Whether a batch is a list of few tensors, which are fields, as torch's default collate returns them."""
     return isinstance(batch, list) and len(batch) <= _MAX_PLAIN_FIELDS and all(map(is_tensor, batch))
 
 
 def _entries(node: Batch, number: int, *, is_top: bool = True) -> frozenset[int] | None:
-    """Return the ids of the lists with `number` entries, one per sample; None if not all leaves have this length."""
+    """Return the `id` of each list that has one entry per sample if the batch has `number` samples.
+
+    Return None if not all leaves have this length, so that the batch cannot have `number` samples.
+    """
     if not is_container(node) or is_cut_whole(node):
         return frozenset() if not carries_samples(node) or length_of(node) == number else None
-    below: frozenset[int] | None = frozenset()
+    inner: frozenset[int] | None = frozenset()
     for _, child in children_of(node):
-        found = _entries(child, number, is_top=False)
-        below = None if below is None or found is None else below | found
-        if below is None:
+        entries = _entries(child, number, is_top=False)
+        inner = None if inner is None or entries is None else inner | entries
+        if inner is None:
             break
     if not _may_be_samples(node, is_top=is_top):
-        return below
+        return inner
     holds_samples = any(carries_samples(leaf) for _, leaf in leaves_of(node, "", cutting=True))
     if not holds_samples and isinstance(node, tuple):  # such as sizes of images
-        return below
+        return inner
     if len(node) != number:
-        return below if holds_samples else None
-    if holds_samples and below is not None:
+        return inner if holds_samples else None
+    if holds_samples and inner is not None:
         two = _ambiguity(f"a {type(node).__name__} in the batch", {number: frozenset()}, both=number)
         raise DataError(two, code="two_readings")
     return frozenset([id(node)])
@@ -457,32 +456,31 @@ def _ambiguity(what: str, readings: Mapping[int, frozenset[int]], *, both: int |
     if both is not None:
         ways.append(f"{both} samples, one for each entry of a list")
     return (
-        f"{what} can be read in two ways: {', or '.join(ways[:2])}. Pass fields as a dict. Collate "
-        "samples with torch.utils.data.default_collate, or pass anybatch.data.SampleList(samples), which is cut by its "
-        "entries."
+        f"{what} can be read in two ways: {', or '.join(ways[:2])}. If its entries are fields, pass a dict. If they "
+        "are samples, collate them with torch.utils.data.default_collate or pass anybatch.data.SampleList(samples)."
     )
 
 
 def _uncountable(batch: Batch, lengths: Mapping[str, int]) -> str:
-    own = "or give the batch its own class, with __len__, slice_samples(start, stop) and to(device)"
+    own_class = "or write a class for the batch with __len__, slice_samples(start, stop) and to(device)"
     if not lengths:
         return (
-            f"the batch ({type(batch).__name__}) holds no tensor with a first axis, so its samples cannot be counted. "
-            f"Return tensors whose first axis is the sample from the collate function, {own}."
+            f"the batch ({type(batch).__name__}) has no tensor with a sample axis, so its samples cannot be counted. "
+            f"Return tensors whose first axis is the sample axis from the collate function, {own_class}."
         )
     (first_path, first), *rest = lengths.items()
     path, length = next((path, length) for path, length in rest if length != first)
     return (
         f"leaves of the batch have different lengths: {first_path} has {first} samples, {path} has {length}. "
-        "Every leaf must have the sample as its first axis; move anything else out of the batch "
-        f"or make it a plain number, {own} (for labelled and unlabelled samples side by side, say)."
+        "The first axis of every leaf must be the sample axis; move anything else out of the batch "
+        f"or make it a plain number, {own_class} (for a batch of labelled and unlabelled samples, say)."
     )
 
 
 def _plain_fields(batch: Batch) -> Sequence[torch.Tensor]:
-    """Return the fields of a dict, tuple or short list of dense tensors, as most batches are; otherwise nothing.
+    """Return the fields of a dict, tuple or short list of dense tensors; () for any other batch.
 
-    A fast path: each step asks three times, and walking a general tree takes ten times as long.
+    A fast path for most batches: each step calls this three times, and walking a tree takes ten times as long.
     """
     kind = type(batch)
     is_plain = kind is tuple or (kind is list and len(batch) <= _MAX_PLAIN_FIELDS)

@@ -1,8 +1,8 @@
-"""Format and parse quantities: three significant digits and a unit; the headroom of a memory."""
+"""Format and parse quantities with three significant digits and a unit; text tables; the headroom of a device."""
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from anybatch.errors import UserError
@@ -27,6 +27,12 @@ def three_digits(value: float | None) -> str:
     return f"{rounded:,.{max(0, 2 - math.floor(math.log10(abs(rounded))))}f}"
 
 
+def listed(items: Iterable[object]) -> str:
+    """Return items as text: `1, 2 and 3`."""
+    *first, last = map(str, items)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def per_second(value: float | None) -> str:
     """Return a rate with three significant digits and no exponent: `0.0123`, `1,230,000`; `-` for None."""
     if value is None or abs(value) < _LARGEST_PLAIN or not math.isfinite(value):
@@ -35,9 +41,9 @@ def per_second(value: float | None) -> str:
 
 
 def in_bytes(num_bytes: float, limit_bytes: float | None = None) -> str:
-    """Return a number of bytes, `1.23 GiB`, or a part of a limit in the limit's unit, `1.23 of 79.2 GiB`.
+    """Return a number of bytes, `1.23 GiB`, or with a limit `1.23 of 79.2 GiB`, both in the unit of the limit.
 
-    A part below a hundredth of that unit gets its own unit: `7.64 MiB of 1.00 TiB`.
+    A number below a hundredth of that unit gets a unit that fits it: `7.64 MiB of 1.00 TiB`.
     """
     largest, power = num_bytes if limit_bytes is None else limit_bytes, 0
     while float(f"{largest:.2e}") >= 1_000 and power < len(_BYTE_UNITS) - 1:  # noqa: PLR2004 (the three digits are full)
@@ -45,12 +51,12 @@ def in_bytes(num_bytes: float, limit_bytes: float | None = None) -> str:
     if limit_bytes is not None and 0 < num_bytes < 1024**power / 100:
         return f"{in_bytes(num_bytes)} of {in_bytes(limit_bytes)}"
     used = f"{num_bytes:.0f}" if power == 0 else three_digits(num_bytes / 1024**power)
-    of = "" if limit_bytes is None else f" of {three_digits(largest)}"
-    return f"{used}{of} {_BYTE_UNITS[power]}"
+    limit = "" if limit_bytes is None else f" of {three_digits(largest)}"
+    return f"{used}{limit} {_BYTE_UNITS[power]}"
 
 
 def duration(seconds: float | None) -> str:
-    """Return a time in its two largest units, or `-`: `4.2 s`, `42 s`, `3 min 05 s`, `2 h 03 min`, `3 d 04 h`."""
+    """Return a time as `4.2 s`, `42 s`, `3 min 05 s`, `2 h 03 min` or `3 d 04 h`; `-` for None or not finite."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     if seconds < 9.95:  # noqa: PLR2004 (from here on it would be shown as 10.0)
@@ -66,11 +72,22 @@ def duration(seconds: float | None) -> str:
 
 
 def shortened(name: str, width: int) -> str:
-    """Return a name in at most `width` characters, with `..` in place of its middle."""
+    """Return a name in at most `width` characters: of a longer name, `..` replaces the middle."""
     if len(name) <= width:
         return name
-    kept = max(0, width - 2)
-    return f"{name[: kept - kept // 2]}..{name[len(name) - kept // 2 :]}"[:width]
+    length = max(0, width - 2)
+    return f"{name[: length - length // 2]}..{name[len(name) - length // 2 :]}"[:width]
+
+
+def columns(rows: Sequence[Sequence[str]], *, num_left: int = 1) -> list[str]:
+    """Return the lines of a table: the first `num_left` columns aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        aligned = [cell.ljust(size) if at < num_left else cell.rjust(size) for at, (cell, size) in enumerate(cells)]
+        lines.append("  ".join(aligned).rstrip())
+    return lines
 
 
 UNITS: Mapping[str, int] = {
@@ -85,41 +102,30 @@ def parse_bytes(text: str) -> int:
     """Return the bytes of `"24GiB"`, `"80 GB"` or `"512MiB"`, rounded down; refuse text without number or unit."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
     if match is None:
-        message = f"{text!r} is not a size of memory. Write a number and a unit, such as 24GiB or 80GB."
+        message = f"{text!r} is not a memory size. Write a number and a unit, such as 24GiB or 80GB."
         raise UserError(message)
     number, unit = match.groups()
-    known = {one.lower(): factor for one, factor in UNITS.items()}
+    known = {name.lower(): factor for name, factor in UNITS.items()}
     if unit.lower() not in known:
         prefix = unit[:1].upper()
         meant = f" Is it {number}{prefix}iB or {number}{prefix}B?" if f"{prefix}iB" in UNITS else ""
-        what = f"the unit {unit!r} of {text!r} is not known" if unit else f"{text!r} has no unit"
-        message = f"{what}.{meant} Units are {', '.join(UNITS)}."
+        problem = f"unknown unit {unit!r} in {text!r}" if unit else f"{text!r} has no unit"
+        message = f"{problem}.{meant} Units are {', '.join(UNITS)}."
         raise UserError(message)
     num_bytes = math.floor(float(number) * known[unit.lower()])
     if num_bytes < 1:
-        message = f"{text!r} is not even one byte. Give a size of memory such as 24GiB."
+        message = f"{text!r} is less than one byte. Pass a memory size such as 24GiB."
         raise UserError(message)
     return num_bytes
 
 
 HEADROOM = 0.15
-"""Share of the memory that is kept free, as a margin for unplanned use such as fragmentation."""
-MEASURED_HEADROOM = 0.10
-"""Share that is kept free once a step has been measured on the device."""
-
-
-def measured_headroom(excess: float) -> float:
-    """Return the headroom to plan with so that `MEASURED_HEADROOM` stays free if steps exceed the plan.
-
-    A step with a plan of `P` bytes takes `(1 + excess) P`, so `(1 + excess) (1 - headroom) = 1 - MEASURED_HEADROOM`.
-    The headroom is 10% if the plan was correct, and 15% if the step took 5.9% more.
-    """
-    return 1.0 - (1.0 - MEASURED_HEADROOM) / (1.0 + excess)
+"""Fraction of a device's memory that is kept free, as a margin for unplanned use such as fragmentation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Memory that a peak leaves free on a device."""
+    """The peak memory of a run, and the memory of its device."""
 
     peak_bytes: int
     limit_bytes: int
@@ -127,12 +133,12 @@ class Reserve:
 
     @property
     def left(self) -> float:
-        """Fraction of the memory that was never used; below 0 if the peak exceeds the limit."""
+        """Fraction of the device's memory that is free at the peak; below 0 if the peak exceeds it."""
         return 1.0 - self.peak_bytes / self.limit_bytes
 
     @property
     def kept(self) -> bool:
-        """Whether the headroom was kept free: `peak <= floor((1 - headroom) * limit)`."""
+        """Whether the headroom is free at the peak: `peak <= floor((1 - headroom) * limit)`."""
         return self.peak_bytes <= math.floor((1.0 - self.headroom) * self.limit_bytes)
 
 
@@ -141,8 +147,8 @@ def describe_reserve(reserve: Reserve) -> str:
 
     Percentages are rounded down, so that free memory is never overstated.
     """
-    of = f"peak {in_bytes(reserve.peak_bytes, reserve.limit_bytes)}"
+    peak = f"peak {in_bytes(reserve.peak_bytes, reserve.limit_bytes)}"
     if reserve.left < 0:
-        return f"{of}: more than there is"
+        return f"{peak}: more than there is"
     state = "kept" if reserve.kept else "used up"
-    return f"{of}, {math.floor(100 * reserve.left)}% left: headroom of {100 * reserve.headroom:g}% {state}"
+    return f"{peak}, {math.floor(100 * reserve.left)}% left: headroom of {100 * reserve.headroom:g}% {state}"

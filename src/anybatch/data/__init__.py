@@ -1,7 +1,7 @@
-"""From a data set to effective batches: one global order, lazy batches, workers that run ahead.
+"""From a data set to effective batches: one global order, lazy batches, and workers that prefetch.
 
-Most users need only `batches`. The samples of a step and their augmentation depend on the seed, the data and the
-effective batch size only: not on the world size, the workers or the micro-batches.
+Most users need only `batches`. The samples of a step and their augmentation depend only on the seed, the data and the
+effective batch size: not on the world size, the workers or the micro-batches.
 """
 
 from anybatch.core.tree import SampleList

@@ -1,7 +1,8 @@
-"""`batches`: effective batches from a data set and an effective batch size."""
+"""`batches`: divide a data set into effective batches of a given size."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
@@ -9,27 +10,36 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from anybatch.core.batch import Position
 from anybatch.core.geometry import refuse_unless
 from anybatch.core.schedules import BatchRamp
-from anybatch.data.collate import Lengths
-from anybatch.data.effective_batch import DatasetBatches, Iteration
-from anybatch.data.indexed import IndexedSource
+from anybatch.data.collate import KnownLengths, Lengths
+from anybatch.data.effective_batch import DatasetBatches, Iteration, OpenSource
+from anybatch.data.indexed import OpenIndexed, SampleSchedule, checked_schedule
 from anybatch.data.options import BatchOptions, pins_memory
-from anybatch.data.streams import Shards, StreamSource, check_readable, yields_samples
+from anybatch.data.streams import (
+    OpenStream,
+    Shards,
+    check_readable,
+    refuse_options,
+    stated_schedule,
+    yields_samples,
+)
 from anybatch.errors import DataError
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True, repr=False)
 class Batches:
-    """The effective batches of a run, made by `batches`. Each `iter()` begins at `start`, or at the engine's position.
+    """The effective batches of a run, made by `batches`. Each `iter()` begins at `start`, or where the engine is.
 
     Worker processes belong to the iterator: they end when it is exhausted, closed or dropped.
 
     Attributes:
-        source: the source of the batches.
         request: the arguments of `batches`.
+        schedule: returns the schedule of an epoch; raises a `TypeError` if the number of samples is unknown.
+        open: returns a new reader of the data set, with its own workers.
     """
 
-    source: IndexedSource | StreamSource
     request: BatchOptions
+    schedule: Callable[[], SampleSchedule]
+    open: Callable[[], OpenSource]
 
     def __repr__(self) -> str:
         """Return the size, the seed and the start."""
@@ -43,34 +53,35 @@ class Batches:
 
     @property
     def seed(self) -> int:
-        """The seed of the order and of the augmentation."""
+        """The seed of the sample order and of the augmentation."""
         return self.request.seed
 
     @property
     def start(self) -> Position | None:
-        """First position of an iteration; None for the position of the engine that steps the first batch."""
+        """Position at which an iteration begins; None for the position of the engine that steps its first batch."""
         return self.request.start
 
     def __iter__(self) -> DatasetBatches:
         """Yield the effective batches from `start` on."""
-        return Iteration(self.source.open(), self.request).batches()
+        return Iteration(self.open(), self.request).batches()
 
     def __len__(self) -> int:
-        """Return the number of optimizer steps of one iteration; without `start`, from the beginning of the data.
+        """Return the number of optimizer steps of one iteration, from `start` or else from the beginning of the data.
 
         Raises:
-            TypeError: unknown: a stream without length and without `steps`.
+            TypeError: the number is unknown, for a stream without a length and without `steps`.
         """
-        return self.source.num_steps
+        span = self.request.span
+        return self.schedule().num_steps(span) if span.steps is None else span.steps
 
     @property
     def steps_per_epoch(self) -> int:
         """Number of optimizer steps in a whole epoch.
 
         Raises:
-            TypeError: unknown: a stream without length, or a ramp, under which epochs differ.
+            TypeError: the number is unknown for a stream without a length, and differs between epochs with a ramp.
         """
-        return self.source.steps_per_epoch
+        return self.schedule().steps_per_epoch
 
 
 def batches(
@@ -89,7 +100,7 @@ def batches(
     lengths: Lengths | None = None,
     start: Position | None = None,
 ) -> Batches:
-    """Cut a data set into effective batches: each sample of an epoch is in exactly one, on any hardware.
+    """Divide a data set into effective batches: each sample of an epoch is in exactly one, on any hardware.
 
     The plain loop, on one rank with one micro-batch per step:
 
@@ -100,55 +111,50 @@ def batches(
             yield collate([dataset[i] for i in ids])
     ```
 
-    Samples are loaded unit by unit when a batch is fed; samples of a stream are loaded when its batch is reached.
-    `batch.load()` returns all samples of a batch, collated.
+    Samples are loaded one micro-batch at a time when the engine steps the batch; samples of a stream are loaded when
+    the iteration reaches their batch. `batch.load()` returns all samples of a batch, collated.
 
-    The samples of a step depend on the data, `seed` and `effective_batch_size` only. So does augmentation that draws
+    The samples of a step depend only on the data, `seed` and `effective_batch_size`. So does augmentation that draws
     from the global generators of python, numpy or torch (CPU): they are seeded from (seed, epoch, sample id) before
-    each sample, and the caller's state is restored. Before `collate` they are seeded from the unit's first sample, so a
-    collate function that draws numbers depends on the cut. Generators that a data set creates itself are not seeded. A
-    Hugging Face data set without a transform draws nothing, and is read a unit at a time.
+    each sample, and restored afterwards. Before `collate` they are seeded from the first sample of the micro-batch, so
+    the result of a collate function that draws random numbers depends on how the batch is split. Generators that a data
+    set creates itself are not seeded. A Hugging Face data set without a transform draws no random numbers, so all
+    samples of a micro-batch are read in one call.
 
     Args:
-        dataset: (1) a data set with an index, that is `__getitem__` and `__len__`; (2) a stream: a torch
-            `IterableDataset`, a loader of single samples (a `DataLoader`, or torchdata's stateful one, with
-            `batch_size=None`), or any object whose `__iter__` restarts from the beginning; or (3) `Shards`, a stream in
-            a fixed number of parts. Every rank reads all of a stream, so it must yield the same on every rank and not
-            divide itself by rank. Before an epoch its `set_epoch(epoch)` is called, if it has that method.
+        dataset: (1) a data set with `__getitem__` and `__len__`; (2) a stream: a torch `IterableDataset`, a loader of
+            single samples (`batch_size=None`), or any object whose `__iter__` restarts from the beginning; or (3)
+            `Shards`. Every rank reads all of a stream, so it must not divide itself by rank. Its `set_epoch(epoch)` is
+            called before each epoch, if it has that method.
         effective_batch_size: samples of one optimizer step over all ranks. The last batch of an epoch may be smaller. A
-            `BatchRamp` of `anybatch.schedules` lets it grow in stages: the order of the samples does not change,
-            the first step checks that every stage can be cut, and a resumed run continues in the middle of a stage.
-            Over a stream the last stage has to begin within the first epoch. "auto" tries micro-batches on the first
-            batch only, so pass a `micro_batch_size` if that is a small one.
-        epochs: whole epochs; 1 if `steps` is not given either. With `start`, and after `Engine.load`, they count from
-            epoch 0, so that a resumed run ends where the original run would have ended; iterating again from the end of
-            a run adds the same number of epochs.
-        steps: optimizer steps from the start on, instead of `epochs`.
-        shuffle: a new order in each epoch; False keeps the data set's own order. None shuffles data sets with an index,
-            and keeps the order of a stream or a sampler.
+            `BatchRamp` of `anybatch.schedules` lets the size grow in stages; for a stream, the last stage has to begin
+            within the first epoch.
+        epochs: number of whole epochs; 1 if `steps` is not given either. With `start`, and after `Engine.load`, epochs
+            are counted from epoch 0, so that a resumed run ends where the original run would have ended; iterating
+            again from the end of a run adds the same number of epochs.
+        steps: number of optimizer steps, counted from the start of the iteration, instead of `epochs`.
+        shuffle: True for a new order in each epoch; False for the data set's own order. None shuffles data sets with an
+            index, and keeps the order of a stream or a sampler.
         sampler: yields the indices of each epoch, drawn once per epoch and the same on every rank: a torch `Sampler`
             with a length and without a generator (weighted, a subset). Its `set_epoch` is called. A sample that is
             drawn twice in an epoch gets the same augmentation.
-        seed: the seed of the order and of the augmentation.
+        seed: the seed of the sample order and of the augmentation.
         drop_last: drop the last batch of an epoch if it is not full.
-        collate: makes a micro-batch of a list of samples, with one row for each; None for torch's `default_collate`. It
-            sees a micro-batch only: for operations across samples pass `anybatch.data.OverEffectiveBatch(collate)`,
-            which sees the whole effective batch (every rank loads all of it), and `anybatch.data.AnyRows(collate)` for
-            another number of rows than samples.
-        num_workers: worker processes per rank that prefetch; 0 loads in the calling process. At most one for a stream,
+        collate: function of a list of samples that returns a micro-batch with one row for each sample; None for torch's
+            `default_collate`. It gets the samples of one micro-batch: use `anybatch.data.OverEffectiveBatch(collate)`
+            for operations across samples, and `anybatch.data.AnyRows(collate)` if the number of rows differs from the
+            number of samples.
+        num_workers: worker processes per rank that prefetch; 0 loads in the calling process. At most 1 for a stream,
             and at most one per shard for `Shards`.
         pin_memory: copy micro-batches to pinned memory; None does so if an accelerator can use it.
-        lengths: length of each sample, for engines that cut by length (`micro_batch_size=ab.token_budget(8192)`), with
-            a collate function that pads or packs each micro-batch (`anybatch.data.Padded`, `Packed`; or
-            `PaddedOrPacked`, the faster of both): a list of whole numbers by sample id; the name of a field or column
-            that contains them, or has that length ("input_ids"); or a function of a sample. For a field or function
-            every rank loads all samples of a batch before it is cut, once in a run; a column of a Hugging Face data set
-            and a stream cost nothing more. See docs/lengths.md.
-        start: first position, such as the result of `engine.load`. At the very end of the run nothing is yielded. None:
-            the position of the engine that steps the first batch. So a loop over epochs is one run, whether it makes
-            new batches in each epoch or iterates the same ones again. After `Engine.load`, this is exactly the
-            checkpoint's position; otherwise a partly used epoch is abandoned, and the next one begins (`steps` continue
-            in the middle of the same data set). Evaluation does not change it.
+        lengths: length of each sample, for engines with `micro_batch_size=ab.token_budget(8192)`: a list of whole
+            numbers by sample id; the name of a field or column whose value is the length or has it ("input_ids"); or a
+            function of a sample. For a field or function, every rank loads all samples of a batch before the split,
+            once in a run. See docs/lengths.md.
+        start: first position, such as the result of `engine.load`. None: the position of the engine that steps the
+            first batch, so that a loop over epochs is one run, whether it makes new batches in each epoch or iterates
+            over the same ones again. After `Engine.load`, this is exactly the checkpoint's position; otherwise a partly
+            used epoch is abandoned, and the next one begins (with `steps`, the next loop continues within the epoch).
 
     Returns:
         An iterable of effective batches, with `len()` and `steps_per_epoch`.
@@ -156,21 +162,24 @@ def batches(
     Raises:
         BatchSizeError: `effective_batch_size` is not a whole number of at least 1, or a stage of a ramp is larger than
             the data set.
-        DataError: a data set that is empty or cannot be read, a `start` beyond it, or arguments that contradict.
+        DataError: a data set that is empty or cannot be read, a `start` beyond its end, or contradicting arguments.
     """
     _refuse_tables(dataset)
     for name, value in (("shuffle", shuffle), ("drop_last", drop_last), ("pin_memory", pin_memory)):
         refuse_unless(value is None or isinstance(value, bool), name, value, "True or False", DataError)
     if shuffle and sampler is not None:
-        message = "shuffle=True and a sampler both set the order of the samples. Give one of them."
+        message = "shuffle=True and a sampler both set the order of the samples. Pass one of them."
         raise DataError(message, code="shuffle_and_sampler")
     if sampler is not None and not _has_index(dataset):
-        message = f"a sampler yields indices, and the data set ({type(dataset).__name__}) is a stream. Leave it out."
+        message = (
+            f"a sampler yields indices, but the data set ({type(dataset).__name__}) is a stream. Leave the sampler out."
+        )
         raise DataError(message, code="sampler_of_a_stream")
+    is_indexed = _has_index(dataset)
     request = BatchOptions(
         effective_batch_size=effective_batch_size,
         # A stream cannot be shuffled, because it has no index.
-        shuffle=sampler is None and _has_index(dataset) if shuffle is None else shuffle,
+        shuffle=sampler is None and is_indexed if shuffle is None else shuffle,
         sampler=sampler,
         seed=seed,
         drop_last=drop_last,
@@ -182,15 +191,18 @@ def batches(
         pin_memory=pins_memory(pin_memory),
         lengths=lengths,
     )
-    source = IndexedSource(dataset, request) if _has_index(dataset) else _stream_source(dataset, request)
-    return Batches(source=source, request=request)
+    if not is_indexed:
+        return _of_stream(dataset, request)
+    known = None if lengths is None else KnownLengths(lengths, request.collate, dataset)
+    schedule = checked_schedule(dataset, request)
+    return Batches(request=request, schedule=lambda: schedule, open=partial(OpenIndexed, dataset, schedule, known))
 
 
 def _refuse_tables(dataset: object) -> None:
-    """Raise a `DataError` for a DataFrame or a dict of columns, whose `dataset[i]` is not sample i."""
+    """Raise a `DataError` for a DataFrame or a dict of columns, where `dataset[i]` is not sample i."""
     message = ""
     if hasattr(dataset, "iloc"):
-        message = "Pass its rows, dataset.to_dict('records'), or a Dataset that makes tensors of dataset.iloc[i]."
+        message = "Pass its rows, dataset.to_dict('records'), or a Dataset that returns tensors from dataset.iloc[i]."
     elif isinstance(dataset, Mapping):
         message = "Pass a list of samples, or tensors of equal length as torch.utils.data.TensorDataset(x, y)."
     if message:
@@ -204,25 +216,33 @@ def _has_index(dataset: object) -> bool:
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
-def _stream_source(dataset: Any, request: BatchOptions) -> StreamSource:  # noqa: ANN401
-    # A loader of batches would be cut again, into batches of batches.
+def _of_stream(dataset: Any, request: BatchOptions) -> Batches:  # noqa: ANN401 (anything that can be iterated)
+    # Batches of a loader would be grouped into batches of batches.
     if isinstance(dataset, Batches) or (isinstance(dataset, DataLoader) and not yields_samples(dataset)):
         message = (
-            f"dataset is a {type(dataset).__name__}, which yields batches; ab.batches cuts batches itself. "
-            "Pass the data set it was made from, the whole of it on every rank (no DistributedSampler), or a loader "
-            "that yields samples, with batch_size=None."
+            f"dataset is a {type(dataset).__name__}, which yields batches, but ab.batches needs samples. Pass the "
+            "complete data set on every rank (no DistributedSampler), or a loader that yields samples, with "
+            "batch_size=None."
         )
         raise DataError(message, code="yields_batches")
-    if isinstance(dataset, Shards):
-        return StreamSource(dataset, dataset, None, request)
     if hasattr(dataset, "__getitem__") and not isinstance(dataset, (IterableDataset, str)):
         message = (
             f"dataset ({type(dataset).__name__}) has __getitem__ but no __len__, so its samples cannot be ordered. "
             "Add __len__, or pass a stream: an object with __iter__ and no __getitem__."
         )
         raise DataError(message, code="no_length")
-    check_readable(dataset, "dataset")
-    return StreamSource(dataset, Shards([dataset]), _stated_length(dataset), request)
+    if isinstance(dataset, Shards):
+        shards, num_samples = dataset, None
+    else:
+        check_readable(dataset, "dataset")
+        shards, num_samples = Shards([dataset]), _stated_length(dataset)
+    refuse_options(request, shards.num_shards)
+    known = None if request.lengths is None else KnownLengths(request.lengths, request.collate, None)
+    return Batches(
+        request=request,
+        schedule=partial(stated_schedule, num_samples, request),
+        open=partial(OpenStream, dataset, shards, request, known),
+    )
 
 
 def _stated_length(stream: object) -> int | None:

@@ -1,18 +1,17 @@
-"""Collate functions for samples of different lengths: padded to the longest of a micro-batch, or packed.
+"""Collate functions for samples of different lengths: padded to the longest sample of a micro-batch, or packed.
 
-The loader calls them for each micro-batch separately, after the cut.
+They are called for each micro-batch separately, after the effective batch has been split into micro-batches.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
 from anybatch.core.geometry import ceil_div, checked_int, refuse_unless
-from anybatch.core.token_budget import SampleLengths, Shape, shape_for
+from anybatch.core.token_budget import SampleLengths
 from anybatch.data.random_state import preserved_random_state
 from anybatch.errors import DataError
 
@@ -28,20 +27,18 @@ class Padded:
     """A collate function that pads to the longest sample of a micro-batch, along the first axis of each field.
 
     Samples are mappings (tokenised rows of Hugging Face, say), tuples, or single tensors; fields are lists of numbers,
-    arrays or tensors. Fields with the length of the sample are padded, and single numbers become a vector. The plain
-    loop, for one field: `torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)`.
+    arrays or tensors. A field with one entry per token is padded; a field with a single number becomes a vector. The
+    plain loop, for one field: `torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)`.
 
     Attributes:
-        padding: padding value by field name; by default -100 for `labels` and 0 for others. Pass the tokeniser's:
-            `{"input_ids": tokenizer.pad_token_id}`.
-        side: side of the padding.
-        multiple_of: lengths are rounded up to a multiple of this, for kernels that need it or for fewer shapes.
+        padding: padding value by field name; by default -100 for `labels` and `label_ids`, and 0 for other fields. Pass
+            the tokeniser's: `{"input_ids": tokenizer.pad_token_id}`.
+        side: "right" for padding at the end of a sample, "left" for padding at its beginning.
+        multiple_of: lengths are rounded up to a multiple of this number, for kernels that need it or for fewer shapes.
         longest: maximum length; longer samples are truncated. None: no truncation.
-        mask: name of a field to add to mappings that lack it, 1 for tokens and 0 for padding; None for none.
-        shift: whether a model or loss predicts `labels` from the token before, so that a sample's first label is masked
-            if padding precedes it.
-        shapes: the only shapes of a micro-batch, in rows and tokens, so that compiled code sees no others. Missing rows
-            are added, each one token of padding with masked targets: for losses over tokens.
+        mask: name of a field that is added to mappings without it: 1 for tokens and 0 for padding; None: add no field.
+        shift: whether a model or loss predicts each label from the token before. Then a sample's first label is masked
+            if the padding is on the left.
     """
 
     padding: Mapping[str, float] = field(default_factory=dict, hash=False)
@@ -50,13 +47,12 @@ class Padded:
     longest: int | None = None
     mask: str | None = _MASK
     shift: bool = True
-    shapes: tuple[Shape, ...] = ()
 
     def __post_init__(self) -> None:
         """Check each value.
 
         Raises:
-            DataError: a value cannot be used.
+            DataError: a value is invalid.
         """
         if self.side not in ("right", "left"):
             message = f"side={self.side!r} must be 'right' or 'left'."
@@ -64,15 +60,9 @@ class Padded:
         checked_int("multiple_of", self.multiple_of, error=DataError)
         if self.longest is not None:
             checked_int("longest", self.longest, error=DataError)
-        for rows, tokens in self.shapes:
-            checked_int("rows of a shape", rows, error=DataError)
-            checked_int("tokens of a shape", tokens, error=DataError)
-        if self.shapes and self.multiple_of > 1:
-            message = f"multiple_of={self.multiple_of} and shapes both set the padded length. Pass one of them."
-            raise DataError(message)
 
     def __call__(self, samples: list[Any]) -> Any:  # noqa: ANN401 (structured as the samples are)
-        """Collate.
+        """Return the samples as one padded batch.
 
         Raises:
             DataError: samples differ in their fields, or a sample's fields differ in length.
@@ -80,15 +70,13 @@ class Padded:
         rows, names = _rows(samples, self.longest)
         lengths = [_length(row, names, number) for number, row in enumerate(rows)]
         longest = ceil_div(max(lengths), self.multiple_of) * self.multiple_of
-        if self.shapes:
-            num_rows, longest = shape_for(self.shapes, len(rows), max(lengths))
-            rows, lengths = _filled_up(rows, lengths, num_rows, self._fills(names))
-        fills, fields = self._fills(names), {}
+        fields = {}
         for name in names:
             column = [row[name] for row in rows]
             if self.shift and self.side == "left" and name in _PADDING:
                 column = _without_first(column)
-            fields[name] = torch.stack(column) if not column[0].ndim else self._padded(column, longest, fills[name])
+            fill = self.padding.get(str(name), _PADDING.get(str(name), 0))
+            fields[name] = self._padded(column, longest, fill) if column[0].ndim else torch.stack(column)
         if isinstance(samples[0], Mapping):
             if self.mask is not None and self.mask not in fields:
                 ones = [torch.ones(length, dtype=torch.int64) for length in lengths]
@@ -96,30 +84,27 @@ class Padded:
             return fields
         return _like(samples[0], fields)
 
-    def _fills(self, names: Sequence[Any]) -> dict[Any, float]:
-        return {name: self.padding.get(str(name), _PADDING.get(str(name), 0)) for name in names}
-
     def _padded(self, column: Sequence[Tensor], longest: int, fill: float) -> Tensor:
         first = column[0]
-        whole = first.new_full((len(column), longest, *first.shape[1:]), fill)
+        padded = first.new_full((len(column), longest, *first.shape[1:]), fill)
         for number, row in enumerate(column):
             start = longest - len(row) if self.side == "left" else 0
-            whole[number, start : start + len(row)] = row
-        return whole
+            padded[number, start : start + len(row)] = row
+        return padded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
     """A collate function that concatenates the samples of a micro-batch in one row, without padding.
 
-    For models that keep samples apart: models of transformers do so if `position_ids` restart and there is no attention
-    mask, and custom models can use `cu_seqlens`.
+    The model must not attend from one sample to another: models of transformers do not if `position_ids` restart and
+    there is no attention mask, and custom models can use `cu_seqlens`.
 
     Attributes:
         longest: maximum length; longer samples are truncated. None: no truncation.
-        shift: whether a model or loss predicts `labels` from the token before, so that a sample's first label, which
-            would be predicted from another sample's last token, is masked.
-        boundaries: whether to add `cu_seqlens`, the start of each sample and the end of the last, and `max_seqlen`, for
+        shift: whether a model or loss predicts each label from the token before. Then a sample's first label is masked,
+            because it would be predicted from the last token of another sample.
+        boundaries: whether to add `cu_seqlens` (the start of each sample and the end of the last) and `max_seqlen`, for
             packed-attention kernels.
     """
 
@@ -128,13 +113,13 @@ class Packed:
     boundaries: bool = False
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
-        """Collate mappings.
+        """Return the samples, which are mappings, as one packed row.
 
         Raises:
             DataError: samples are not mappings, differ in their fields, or a sample's fields differ in length.
         """
         if not isinstance(samples[0], Mapping):
-            message = f"Packed takes samples with named fields, and this one is a {type(samples[0]).__name__}."
+            message = f"Packed needs samples that are mappings, but one is a {type(samples[0]).__name__}. Use a dict."
             raise DataError(message)
         rows, names = _rows(samples, self.longest)
         lengths = torch.tensor([_length(row, names, number) for number, row in enumerate(rows)])
@@ -145,7 +130,7 @@ class Packed:
             column = [row[name] for row in rows]
             if not column[0].ndim:
                 message = (
-                    f"field {name!r} is one number for each sample, and packed samples share one row. Leave it out."
+                    f"field {name!r} has one number per sample, but packed samples share one row. Leave the field out."
                 )
                 raise DataError(message)
             if self.shift and name in _PADDING:
@@ -160,46 +145,42 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedOrPacked:
-    """A collate function that pads or packs, using the faster: both are timed on the first batch of a token budget.
+    """A collate function that pads or packs, whichever is faster on the first batch of an engine with a token budget.
 
     The gradient is the same. The choice is stored in `engine.decisions["layout"]` and in checkpoints, so that a resumed
-    run repeats it. Micro-batches are padded if the engine detects that the model mixes packed samples, without a
-    budget, and if decisions by clock are disabled.
+    run repeats it. Micro-batches are padded if the engine finds that packed samples affect each other, if there is no
+    token budget, or if choices based on timing are disabled.
 
     Attributes:
-        padded: the padding variant; without `shapes`, which packed rows do not have.
-        packed: the packing variant; with the same `longest` and `shift`.
+        padded: the collate function that pads.
+        packed: the collate function that packs, with the same `longest` and `shift`.
     """
 
     padded: Padded = field(default_factory=Padded)
     packed: Packed = field(default_factory=Packed)
 
     def __post_init__(self) -> None:
-        """Check that both treat samples alike.
+        """Check that both have the same `longest` and `shift`.
 
         Raises:
-            DataError: they do not.
+            DataError: they differ.
         """
-        if self.padded.shapes:
-            message = (
-                f"shapes={self.padded.shapes} are for compiled code, and packed rows are of any length. Use Padded."
-            )
-            raise DataError(message)
         for name in ("longest", "shift"):
-            one, other = getattr(self.padded, name), getattr(self.packed, name)
-            if one != other:
+            values = getattr(self.padded, name), getattr(self.packed, name)
+            if values[0] != values[1]:
                 message = (
-                    f"padded has {name}={one} and packed {name}={other}. Give both the same, or losses would differ."
+                    f"padded has {name}={values[0]}, but packed has {name}={values[1]}. Give both the same value, or "
+                    "losses would differ."
                 )
                 raise DataError(message)
 
     def __call__(self, samples: list[Any]) -> Any:  # noqa: ANN401 (structured as the samples are)
-        """Collate as padded, the default."""
+        """Return the samples as one padded batch; the loader calls `packed` itself if packing is faster."""
         return self.padded(samples)
 
 
 def _rows(samples: Sequence[Any], longest: int | None) -> tuple[list[dict[Any, Tensor]], list[Any]]:
-    """Return the fields of each sample as tensors, and their names, or indices, in order."""
+    """Return the fields of each sample as tensors, and the names (or indices) of the fields, in order."""
     rows = []
     for sample in samples:
         if isinstance(sample, Mapping):
@@ -210,21 +191,12 @@ def _rows(samples: Sequence[Any], longest: int | None) -> tuple[list[dict[Any, T
     names = list(rows[0])
     for number, row in enumerate(rows):
         if list(row) != names:
-            message = f"sample 0 of a micro-batch has the fields {names}, and sample {number} {list(row)}."
+            message = (
+                f"sample 0 of a micro-batch has the fields {names}, but sample {number} has {list(row)}. Return the "
+                "same fields for every sample."
+            )
             raise DataError(message)
     return rows, names
-
-
-def _filled_up(
-    rows: list[dict[Any, Tensor]], lengths: list[int], num_rows: int, fills: Mapping[Any, float]
-) -> tuple[list[dict[Any, Tensor]], list[int]]:
-    """Add rows of one token of padding: a row without tokens would attend to nothing, and give NaN."""
-    missing = num_rows - len(rows)
-    empty = {
-        name: value[:1].new_full((1, *value.shape[1:]), fills[name]) if value.ndim else value
-        for name, value in rows[0].items()
-    }
-    return [*rows, *[empty] * missing], [*lengths, *[1] * missing]
 
 
 def _without_first(column: Sequence[Tensor]) -> list[Tensor]:
@@ -239,7 +211,7 @@ def _length(row: Mapping[Any, Tensor], names: Sequence[Any], number: int) -> int
     lengths = {name: len(row[name]) for name in names if row[name].ndim}
     if len(set(lengths.values())) != 1:
         message = (
-            f"sample {number} of a micro-batch has fields of different lengths, {lengths}, and samples are padded or "
+            f"sample {number} of a micro-batch has fields of different lengths, {lengths}, but a sample is padded or "
             "packed by one length. Write your own collate function for it."
         )
         raise DataError(message)
@@ -254,106 +226,80 @@ def _like(sample: Any, fields: Mapping[Any, Any]) -> Any:  # noqa: ANN401 (a tup
 
 
 Lengths = Sequence[int] | str | Callable[[Any], int]
-"""Lengths of all samples by id, the name of a column or field that contains them or has that length, or a function."""
+"""A list of lengths by sample id; the name of a column or field whose value is the length or has it; or a function."""
 
 
 class KnownLengths:
-    """The lengths of a data set's samples, and the layout of its collate function; `dataset` is None for a stream.
+    """The lengths of a data set's samples, with the layout of its collate function; `dataset` is None for a stream.
 
     Raises:
         DataError: the number of lengths is not the number of samples, or one is not a whole number.
     """
 
     def __init__(self, lengths: Lengths, collate: Collate, dataset: Any | None) -> None:  # noqa: ANN401 (torch has no type for it)
-        self._either = isinstance(collate, PaddedOrPacked)
+        has_both = isinstance(collate, PaddedOrPacked)
         if isinstance(collate, PaddedOrPacked):
             collate = collate.padded
-        self._packed = isinstance(collate, Packed)
-        self._multiple_of, self._shapes = (
-            (collate.multiple_of, collate.shapes) if isinstance(collate, Padded) else (1, ())
-        )
+        multiple_of = collate.multiple_of if isinstance(collate, Padded) else 1
+        packed = isinstance(collate, Packed)
+        self._layout = SampleLengths(tokens=(), packed=packed, has_both_layouts=has_both, multiple_of=multiple_of)
         self._longest = collate.longest if isinstance(collate, (Padded, Packed)) else None
         self._dataset = dataset
+        self._lengths = lengths
         self._all: list[int] | None = None
         self._known: dict[int, int] = {}
-        self._of_sample = _function_of(lengths)
-        is_valid = isinstance(lengths, str) or callable(lengths) or hasattr(lengths, "__len__")
-        refuse_unless(is_valid, "lengths", lengths, "a list, the name of a field, or a function of a sample", DataError)
-        told = _of_all(lengths, dataset)
-        if told is not None and dataset is not None:
-            if len(told) != len(dataset):
-                message = (
-                    f"lengths has {len(told):,} entries, and the data set {len(dataset):,} samples. Give one each."
-                )
-                raise DataError(message)
-            self._all = list(map(_checked, told))
+        if isinstance(lengths, str):
+            # Reading a column of numbers from a table is cheap, and a column of lists is read only once.
+            if dataset is not None and lengths in getattr(dataset, "column_names", ()):
+                self._all = [_checked(_length_of(value)) for value in dataset[lengths]]
+        elif not callable(lengths):
+            self._all = _listed(lengths, dataset)
 
-    def of(self, sample_ids: Sequence[int], samples: Sequence[Any] | None = None) -> SampleLengths:
-        """Return the lengths of some samples by id; loads unknown ones once, unless `samples` of a stream are given."""
+    def of(self, sample_ids: Sequence[int], samples: Iterable[Any] | None = None) -> SampleLengths:
+        """Return the lengths of the samples with the given ids; `samples` are the loaded samples of a stream.
+
+        A sample of unknown length is loaded once.
+        """
         if samples is not None:
-            tokens = [_checked(self._of_sample(sample)) for sample in samples]
+            tokens = [self._of_sample(sample) for sample in samples]
         elif self._all is not None:
-            tokens = [self._all[one] for one in sample_ids]
+            tokens = [self._all[sample_id] for sample_id in sample_ids]
         else:
-            missing = [one for one in sample_ids if one not in self._known]
+            missing = [sample_id for sample_id in sample_ids if sample_id not in self._known]
             if missing:
-                self._load(missing)
-            tokens = [self._known[one] for one in sample_ids]
+                assert self._dataset is not None
+                with preserved_random_state():
+                    self._known |= {one_id: self._of_sample(self._dataset[one_id]) for one_id in missing}
+            tokens = [self._known[sample_id] for sample_id in sample_ids]
         if self._longest is not None:
             tokens = [min(length, self._longest) for length in tokens]
-        return SampleLengths(
-            tokens=tokens,
-            packed=self._packed,
-            either=self._either,
-            multiple_of=self._multiple_of,
-            shapes=self._shapes,
-        )
+        return replace(self._layout, tokens=tokens)
 
-    def _load(self, sample_ids: Iterable[int]) -> None:
-        assert self._dataset is not None
-        with preserved_random_state():
-            for one in sample_ids:
-                self._known[one] = _checked(self._of_sample(self._dataset[one]))
+    def _of_sample(self, sample: Any) -> int:  # noqa: ANN401 (a sample may be anything)
+        if callable(self._lengths):
+            return _checked(self._lengths(sample))
+        try:
+            return _checked(_length_of(sample[self._lengths]))
+        except (KeyError, IndexError, TypeError) as error:
+            has = sorted(map(str, sample)) if isinstance(sample, Mapping) else f"type {type(sample).__name__}"
+            message = f"lengths={self._lengths!r} is not a field of a sample, which has {has}. Pass one, or a function."
+            raise DataError(message) from error
 
 
-def _function_of(lengths: Lengths) -> Callable[[Any], int]:
-    if isinstance(lengths, str):
-        return partial(_length_of_field, lengths)
-    if callable(lengths):
-        return lengths
-
-    def refuse(sample: object) -> int:
-        del sample
+def _listed(lengths: Any, dataset: Any | None) -> list[int]:  # noqa: ANN401 (the user's)
+    """Return the user's lengths as a list of whole numbers, one for each sample of a data set."""
+    is_valid = hasattr(lengths, "__len__")
+    refuse_unless(is_valid, "lengths", lengths, "a list, the name of a field, or a function of a sample", DataError)
+    if dataset is None:
         message = (
-            "lengths is a list, but samples of a stream have no index. Give a function of a sample, such as "
+            "lengths is a list, but samples of a stream have no index. Pass a function of a sample, such as "
             "lengths=lambda sample: len(sample['input_ids']), or the name of the field."
         )
         raise DataError(message)
-
-    return refuse
-
-
-def _length_of_field(name: str, sample: Any) -> int:  # noqa: ANN401 (a sample may be anything)
-    try:
-        return _length_of(sample[name])
-    except (KeyError, IndexError, TypeError) as error:
-        has = (
-            f"the fields {sorted(map(str, sample))}" if isinstance(sample, Mapping) else f"type {type(sample).__name__}"
-        )
-        message = f"lengths={name!r} is not a field of a sample, which has {has}. Pass one of them, or a function."
-        raise DataError(message) from error
-
-
-def _of_all(lengths: Lengths, dataset: Any | None) -> Sequence[int] | None:  # noqa: ANN401
-    """Return the lengths of all samples if that needs no loading of samples; otherwise None."""
-    if isinstance(lengths, str):
-        # Reading a column of numbers from a table is cheap, and a column of lists is read only once.
-        if lengths in getattr(dataset, "column_names", ()) and dataset is not None:
-            return [_length_of(value) for value in dataset[lengths]]
-        return None
-    if callable(lengths):
-        return None
-    return lengths.tolist() if hasattr(lengths, "tolist") else lengths
+    if len(lengths) != len(dataset):
+        message = f"lengths has {len(lengths):,} entries, but there are {len(dataset):,} samples. Pass one for each."
+        raise DataError(message)
+    return list(map(_checked, lengths.tolist() if hasattr(lengths, "tolist") else lengths))
 
 
 def _length_of(value: Any) -> int:  # noqa: ANN401 (a number, or anything with a length)
@@ -367,4 +313,6 @@ def _checked(length: Any) -> int:  # noqa: ANN401 (the result of a user function
     if type(length) is int and length >= 0:  # the usual case
         return length
     plain = length.item() if hasattr(length, "item") else length
-    return checked_int("a sample's length", plain, least=0, error=DataError, cure="Count whole tokens, pixels, frames.")
+    return checked_int(
+        "a sample's length", plain, minimum=0, error=DataError, hint="Count whole tokens, pixels, frames."
+    )

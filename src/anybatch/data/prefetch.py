@@ -1,29 +1,29 @@
-"""Workers that prefetch: one persistent loader, driven by the predicted keys.
-
-Torch sends a tensor as shared memory, with one file descriptor for as long as the tensor lives. That suits a large
-unit, but not thousands of samples, nor a unit that is made faster than its files. Plain pickle sends the whole storage
-of a tensor, even for a view of one row. Here a tensor is sent as its own bytes.
-"""
+"""Worker processes that load micro-batches in advance: one persistent loader, which gets keys of micro-batches."""
 
 import importlib.util
 import io
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from anybatch.core.tree import map_tensors, tensors_of
-from anybatch.data.loading import pinned
+from anybatch.core.tree import Batch, map_tensors, tensors_of
+from anybatch.data.loading import UnitKey, pinned
 from anybatch.errors import DataError
 
 
 def packed(value: object) -> bytes:
-    """Return `value` as bytes, for `unpacked`."""
+    """Serialize samples to bytes, for `unpacked`.
+
+    Torch would send each tensor in shared memory, with a file descriptor while the tensor is alive. Plain `pickle`
+    would send the whole storage of a tensor, even for a view of one row. Here only the bytes of the tensor are sent.
+    """
     if importlib.util.find_spec("numpy") is None:  # without numpy torch has no cheap access to the bytes of a tensor
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     buffer = io.BytesIO()
@@ -32,21 +32,21 @@ def packed(value: object) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:  # noqa: ANN401 (any packed value)
-    """Return the packed value. Use it only for bytes from the run's own workers."""
+    """Return the value from the result of `packed`. Use it only for bytes from workers of this run."""
     return pickle.loads(data)  # noqa: S301 (from our own worker)
 
 
 class _BatchPacker(pickle.Pickler):
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401 (a tuple or NotImplemented)
-        """Reduce a plain tensor to its bytes; leave everything else, including unusual tensors, to pickle."""
-        if not isinstance(value, torch.Tensor) or not is_plain(value):
+        """Reduce a plain tensor to its bytes; let pickle serialize everything else, including unusual tensors."""
+        if not isinstance(value, torch.Tensor) or not _is_plain(value):
             return NotImplemented
         # As bytes, since numpy lacks some of torch's dtypes, such as bfloat16.
         octets = value.reshape(-1).view(torch.uint8)
         return _tensor, (octets.numpy(), value.dtype, tuple(value.shape))
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
+def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is fully described by its bytes, dtype and shape."""
     return (
         type(tensor) is torch.Tensor
@@ -60,102 +60,88 @@ def _tensor(octets: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Te
     return torch.from_numpy(octets).view(dtype).reshape(shape)
 
 
-Key = TypeVar("Key")
-Value = TypeVar("Value")
-
-
-_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
-SMALL_BYTES = 128 * 2**10
-"""Maximum bytes of tensors sent as plain bytes: five times faster than shared memory, which is faster from 1 MB on."""
+_SMALL_BYTES = 128 * 2**10
+"""Maximum bytes of a micro-batch sent as plain bytes, five times faster than in shared memory, but slower from 1 MB."""
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedUnit(Generic[Value]):
-    """A batch loaded by a worker, with the hash of its key: the key itself would be sent twice."""
+class LoadedUnit:
+    """A micro-batch (unit) that a worker has loaded, with the hash of its key, since the receiver has the key."""
 
     key_hash: int
-    value: Value
+    unit: Any
     failure: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the hash and the bytes of the value, twice as fast as a dataclass."""
-        # A queue's thread calls this. It drops anything it cannot pickle, and the caller would wait forever.
+        """Pickle the micro-batch: small tensors as bytes, others in shared memory, each with a file descriptor."""
+        # The thread of a queue calls this. It drops an object that cannot be pickled, and the receiver would wait
+        # forever.
         try:
-            return self._packed()
+            unit = _resolved(self.unit)
+            tensors = list(tensors_of(unit))
+            if all(map(_is_plain, tensors)) and sum(tensor.nbytes for tensor in tensors) <= _SMALL_BYTES:
+                return _received, (self.key_hash, packed(unit))
+            return _received, (self.key_hash, bytes(ForkingPickler.dumps(unit)))
         except Exception as error:  # noqa: BLE001 (raised in the caller's process)
             return LoadedUnit, (self.key_hash, None, f"{type(error).__name__}: {error}")
 
-    def _packed(self) -> tuple[Any, ...]:
-        value, tensors = self.value, list(tensors_of(self.value))
-        if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
-            # Torch sends the memory of a tensor without its conjugate or negative bit.
-            value = map_tensors(value, lambda tensor: tensor.resolve_conj().resolve_neg())
-            tensors = list(tensors_of(value))
-        if tensors and all(map(is_plain, tensors)) and sum(tensor.nbytes for tensor in tensors) <= SMALL_BYTES:
-            return _from_bytes, (self.key_hash, packed(value))
-        if _is_sure_to_pickle(value):  # large arrays as bytes would be copied twice more
-            return LoadedUnit, (self.key_hash, value)
-        return _from_bytes, (self.key_hash, bytes(ForkingPickler.dumps(value)))
-
-    def pin_memory(self) -> "LoadedUnit[Value]":
-        """Return the unit with its tensors in pinned memory; called by the loader's pinning thread."""
-        return LoadedUnit(self.key_hash, pinned(self.value), self.failure)
+    def pin_memory(self) -> "LoadedUnit":
+        """Return the micro-batch with its tensors in pinned memory; called by the loader's pinning thread."""
+        return LoadedUnit(self.key_hash, pinned(self.unit), self.failure)
 
 
-def _is_sure_to_pickle(value: Any) -> bool:  # noqa: ANN401 (a nested batch)
-    kind = type(value)
-    if kind is dict:
-        return all(map(_is_sure_to_pickle, value)) and all(map(_is_sure_to_pickle, value.values()))
-    if kind is list or kind is tuple:
-        return all(map(_is_sure_to_pickle, value))
-    if kind.__module__ == "numpy":
-        return hasattr(value, "dtype") and not value.dtype.hasobject
-    return kind in _PLAIN or (kind is torch.Tensor and is_plain(value))
-
-
-def _from_bytes(key_hash: int, data: bytes) -> LoadedUnit[Any]:
+def _received(key_hash: int, data: bytes) -> LoadedUnit:
     return LoadedUnit(key_hash, unpacked(data))
 
 
-class Prefetcher(Generic[Key, Value]):
-    """Values that worker processes load before they are requested.
+def _resolved(unit: Batch) -> Batch:
+    """Return a micro-batch with conjugate and negative views resolved: torch sends their memory without these bits."""
+    if not any(tensor.is_conj() or tensor.is_neg() for tensor in tensors_of(unit)):
+        return unit
+    return map_tensors(unit, lambda tensor: tensor.resolve_conj().resolve_neg())
 
-    The caller supplies the keys it expects to request next. While it requests them in that order the workers never
-    pause; a request for another key discards the prefetched values and restarts the workers there.
+
+class Prefetcher:
+    """Loads micro-batches in worker processes before they are requested.
+
+    The caller supplies the keys that it expects to request next. While it requests them in that order, the workers
+    never pause; a request for another key discards the prefetched micro-batches and continues from that key.
     """
 
-    def __init__(
-        self,
-        load: Callable[[Key], Value],
-        *,
-        num_workers: int,
-        pin_memory: bool,
-        start_worker: Callable[[int], None] | None = None,
-    ) -> None:
+    def __init__(self, load: Callable[[UnitKey], Batch], *, num_workers: int, pin_memory: bool) -> None:
+        self._keys = _KeySequence()
         self._load = load
         self._num_workers = num_workers
         self._pin_memory = pin_memory
-        self._start_worker = start_worker
-        self._keys: _KeySequence[Key] = _KeySequence()
-        self._loader: DataLoader[LoadedUnit[Value]] | None = None
-        self._items: Iterator[LoadedUnit[Value]] = iter(())
+        self._loader: DataLoader[LoadedUnit] | None = None
+        self._items: Iterator[LoadedUnit] = iter(())
 
-    def take(self, key: Key, onward: Callable[[], Iterator[Key]]) -> Value:
-        """Return the value of `key`.
+    def take(self, key: UnitKey, next_keys: Callable[[], Iterator[UnitKey]]) -> Batch:
+        """Return the micro-batch of `key`.
 
-        `onward` returns the keys expected next, in order, beginning with `key`; it is called if the workers must
-        restart.
+        `next_keys` is called if the workers have prefetched another one; it returns the keys that are expected next, in
+        order, beginning with `key`.
         """
-        # Workers load keys in the order sent, so only the oldest can come next.
+        # The loader returns micro-batches in the order of the sent keys, so only the oldest key can be next.
         if not self._keys.sent or self._keys.sent[0] != key:
-            self._start(onward())
+            self._keys.source = next_keys()
+            self._keys.sent.clear()
+            if self._loader is None:
+                self._loader = loader_of(
+                    _Keyed(self._load),
+                    self._num_workers,
+                    sampler=self._keys,
+                    persistent_workers=True,
+                    pin_memory=self._pin_memory,
+                )
+            self._items = iter(self._loader)  # drops pending micro-batches, and keeps the persistent workers
         try:
             self._keys.sent.popleft()
             item = next(self._items)
         except BaseException as error:  # noqa: BLE001 (raised again)
             self._keys.sent.clear()  # after an error or an interrupt the next keys are unknown: restart
-            # The traceback's frames hold the error and the loader in a cycle that would keep its workers alive. The
-            # message contains the worker's own traceback.
+            # The frames of the traceback reference the error and the loader, a cycle that would keep the workers alive.
+            # The message contains the traceback of the worker.
             raise error.with_traceback(None)  # noqa: B904 (the same error)
         assert item.key_hash == hash(key), key
         if item.failure:
@@ -164,7 +150,7 @@ class Prefetcher(Generic[Key, Value]):
                 "objects that can be pickled from the data set and collate, or load with num_workers=0."
             )
             raise DataError(message)
-        return item.value
+        return item.unit
 
     def close(self) -> None:
         """Shut the workers down. A later `take` starts new ones."""
@@ -172,35 +158,15 @@ class Prefetcher(Generic[Key, Value]):
         self._loader = None  # last reference: the destructor stops the processes and waits for them
         self._keys.sent.clear()
 
-    def _start(self, keys: Iterator[Key]) -> None:
-        self._keys.source = keys
-        self._keys.sent.clear()
-        if self._loader is None:
-            self._loader = self._new_loader()
-        self._items = iter(self._loader)  # with persistent workers: drains pending batches, keeps the processes
 
-    def _new_loader(self) -> "DataLoader[LoadedUnit[Value]]":
-        return DataLoader(
-            _Keyed(self._load),
-            batch_size=None,
-            sampler=self._keys,
-            collate_fn=_unchanged,
-            num_workers=self._num_workers,
-            persistent_workers=True,
-            pin_memory=self._pin_memory,
-            worker_init_fn=self._start_worker,
-            generator=torch.Generator(),  # the loader draws a seed: not from the caller's generator
-        )
-
-
-class _KeySequence(Generic[Key]):
-    """A sampler over keys that are computed when a worker is free, and remembered until their value is taken."""
+class _KeySequence:
+    """A sampler of keys: each is computed when a worker is free, and stored until its micro-batch is received."""
 
     def __init__(self) -> None:
-        self.source: Iterator[Key] = iter(())
-        self.sent: deque[Key] = deque()
+        self.source: Iterator[UnitKey] = iter(())
+        self.sent: deque[UnitKey] = deque()
 
-    def __iter__(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[UnitKey]:
         for key in self.source:
             self.sent.append(key)
             yield key
@@ -208,27 +174,36 @@ class _KeySequence(Generic[Key]):
 
 @dataclass(frozen=True, slots=True)
 class _Keyed(Dataset[Any]):
-    """A data set indexed by keys."""
+    """A data set whose indices are keys of micro-batches."""
 
-    load: Callable[[Any], Any]
+    load: Callable[[UnitKey], Batch]
 
-    def __getitem__(self, key: Any) -> LoadedUnit[Any]:  # noqa: ANN401 (the caller's key)
-        try:
+    def __getitem__(self, key: UnitKey) -> LoadedUnit:
+        with picklable_errors():
             return LoadedUnit(hash(key), self.load(key))
-        except Exception as error:
-            # A worker sends the class of an error too, and an unpicklable one never arrives.
-            if _can_be_pickled(type(error)):
-                raise
+
+
+@contextmanager
+def picklable_errors() -> Iterator[None]:
+    """Replace an exception whose class cannot be pickled, since a worker could not send it."""
+    try:
+        yield
+    except Exception as error:
+        try:
+            pickle.dumps(type(error))
+        except Exception:  # noqa: BLE001 (a class may define how it is pickled)
             message = f"{type(error).__qualname__}: {error}"
             raise RuntimeError(message) from error
+        raise
 
 
-def _can_be_pickled(value: object) -> bool:
-    try:
-        pickle.dumps(value)
-    except Exception:  # noqa: BLE001 (a class may define how it is pickled)
-        return False
-    return True
+def loader_of(dataset: Dataset[Any], num_workers: int, **options: Any) -> DataLoader[Any]:  # noqa: ANN401 (torch's)
+    """Return a loader that yields the items of a data set unchanged."""
+    # The loader draws a seed: give it a generator, so that the state of the global generator does not change.
+    generator = torch.Generator()
+    return DataLoader(
+        dataset, batch_size=None, num_workers=num_workers, collate_fn=_unchanged, generator=generator, **options
+    )
 
 
 def _unchanged(item: Any) -> Any:  # noqa: ANN401 (replaces torch's conversion of numbers and arrays to tensors)

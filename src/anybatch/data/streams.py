@@ -1,29 +1,27 @@
-"""Data sets that can only be read from the beginning: each rank reads the stream and takes its share of each batch."""
+"""Data sets without an index (streams): each rank reads the whole stream, and uses its share of each batch."""
 
-import functools
 import itertools
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from anybatch.core.batch import LaterUnits, Position, Positions, taken
+from anybatch.core.batch import LaterUnits, Position
 from anybatch.core.geometry import ceil_div
 from anybatch.core.randomness import order_seed, sample_seed
-from anybatch.core.schedules import BatchRamp
-from anybatch.core.token_budget import SampleLengths
-from anybatch.core.torch_internals import hides_worker
-from anybatch.core.tree import Batch, pick_samples
+from anybatch.core.schedules import BatchRamp, sizes_of
+from anybatch.core.torch_internals import hide_worker
+from anybatch.core.tree import Batch
 from anybatch.data.collate import KnownLengths
-from anybatch.data.effective_batch import StepSamples
-from anybatch.data.loading import OverEffectiveBatch, checked_rows, collate_unit, in_layout, only_collates, pinned
-from anybatch.data.options import BatchOptions, RunRange, SampleSchedule
-from anybatch.data.prefetch import Prefetcher, packed, unpacked
-from anybatch.data.random_state import KeyedLoading, preserved_random_state, seed_generators
+from anybatch.data.effective_batch import OpenSource, StepSamples
+from anybatch.data.indexed import SampleSchedule
+from anybatch.data.loading import UnitKey, UnitLoader, checked_rows, pinned
+from anybatch.data.options import BatchOptions, RunRange, refuse_own_order
+from anybatch.data.prefetch import loader_of, packed, picklable_errors, unpacked
+from anybatch.data.random_state import preserved_random_state, seed_generators
 from anybatch.errors import DataError
 
 
@@ -34,55 +32,44 @@ def yields_samples(loader: "DataLoader[Any]") -> bool:
 
 def check_loader(loader: "DataLoader[Any]", *, num_workers: int) -> None:
     """Raise a `DataError` unless a loader yields all of its samples from the beginning, the same on every rank."""
-    if isinstance(loader.sampler, DistributedSampler):
-        message = (
-            "the loader has a DistributedSampler, and ab.batches gives each rank its share of every batch itself, so "
-            "samples would be lost. Leave it out."
-        )
-        raise DataError(message, code="distributed_sampler")
-    if getattr(loader.sampler, "generator", None) is not None or loader.generator is not None:
-        message = (
-            "the loader draws its order from its own generator, whose state a resumed run does not have; torchdata's "
-            "loaders always do so if they shuffle. Pass the data set itself, which ab.batches shuffles in each epoch "
-            "by its seed, or leave the generator, or shuffle=True, out."
-        )
-        raise DataError(message, code="own_generator")
+    refuse_own_order(loader.sampler, loader.generator)
     if num_workers and loader.num_workers:
         message = (
-            f"{num_workers=} would read a loader with {loader.num_workers} workers in workers, which cannot start any. "
-            "Leave one of them out."
+            f"{num_workers=} would run a loader with {loader.num_workers} workers in worker processes, which cannot "
+            "start workers. Set one of the two to 0."
         )
         raise DataError(message, code="workers_in_workers")
     # torchdata's loader would begin at its saved state, and the samples before the run's position would be dropped
     # twice.
     if getattr(loader, "next_iter_state", None) is not None:
         message = (
-            "the loader has been given a state (load_state_dict), but ab.batches continues at the "
-            "engine's position. Leave it out: engine.load restores the position in samples, at any world size."
+            "load_state_dict was called on the loader, but ab.batches continues at the engine's position. Do not "
+            "call it: engine.load restores the position in samples, at any world size."
         )
         raise DataError(message, code="loader_with_state")
 
 
 StreamSample = tuple[int, Any]
-"""A sample's id (round x number of shards + shard: with one shard its position) and the sample."""
+"""A sample's id and the sample. The id is round x number of shards + shard; with one shard it is the position."""
 
 
 class Shards:
-    """A stream in a fixed number of shards, read round robin: one sample of each per round, skipping ended shards.
+    """A stream in a fixed number of shards, read round robin: each round yields the next sample of every shard.
 
-    The order depends on the shards alone, so that any number of workers up to `num_shards` can share the reading. In
-    each epoch every shard is iterated again, after a call of its `set_epoch(epoch)` if it has that method. Shards must
-    not divide themselves further by worker or by rank: every rank reads all of them and takes its share of each batch.
+    A shard that has ended is skipped. The order does not depend on the number of workers, of which there may be up to
+    `num_shards`. In each epoch every shard is iterated again, after a call of its `set_epoch(epoch)` if it has that
+    method. Shards must not divide themselves further by worker or by rank: every rank reads all shards and uses its
+    share of each batch.
 
     The plain loop, for shards of equal length: `for row in zip(*parts): yield from row`.
 
     Args:
         parts: a sequence of iterables, or a function that returns the iterable of shard 0, 1, ... `num_shards - 1`. It
-            is copied into the workers, so it must be picklable unless processes are forked.
+            is copied into the workers, so it must be picklable unless worker processes are forked.
         num_shards: the number of shards, if and only if `parts` is a function.
 
     Raises:
-        DataError: no shard, a shard that can be read only once, or `num_shards` missing or superfluous.
+        DataError: there are no shards, a shard can be read only once, or `num_shards` is missing or not needed.
     """
 
     __slots__ = ("_parts", "num_shards")
@@ -94,7 +81,7 @@ class Shards:
         self.num_shards = _number_of_shards(parts, num_shards)
 
     def open(self, number: int, epoch: int) -> Iterator[Any]:
-        """Return an iterator over shard `number` from its first sample on, after its `set_epoch(epoch)`, if any."""
+        """Call `set_epoch(epoch)` of shard `number`, if it has that method, and return an iterator over the shard."""
         part = self._parts(number) if callable(self._parts) else self._parts[number]
         set_epoch = getattr(part, "set_epoch", None)
         if callable(set_epoch):
@@ -120,20 +107,19 @@ def check_readable(part: object, name: str) -> None:
 
 
 def read_rounds(shards: Shards, numbers: Sequence[int], *, seed: int, epoch: int) -> Iterator[list[StreamSample]]:
-    """Yield, round by round, the next sample of each of the shards `numbers` that has one, until all have ended.
+    """Yield for each round the next samples of the shards `numbers`, until all shards have ended.
 
-    The shards' draws from the global generators are keyed by (seed, epoch, sample id), so that all ranks and any number
-    of workers read the same stream. The generators' state is not restored.
+    The global generators are seeded from (seed, epoch, sample id) before each sample, so that all ranks and any number
+    of workers read the same stream. The state of the generators is not restored.
     """
     parts = {}
     for number in numbers:
-        # A shard may draw numbers when it is opened, to shuffle its files, say.
+        # A shard may draw random numbers when it is opened, to shuffle its files, say.
         seed_generators(order_seed(order_seed(seed, number), epoch))
         parts[number] = shards.open(number, epoch)
-    # The id of a sample is round x number of shards + shard: independent of the number of readers.
     for first_id in itertools.count(0, shards.num_shards):
         samples = []
-        # A copy, because ended shards are removed on the way.
+        # Iterate over a copy, because ended shards are removed in the loop.
         for number, part in list(parts.items()):
             seed_generators(sample_seed(seed, epoch, first_id + number))
             try:
@@ -148,53 +134,35 @@ def read_rounds(shards: Shards, numbers: Sequence[int], *, seed: int, epoch: int
         yield samples
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkKey:
-    """Chunk `index` of worker number `lane` in `epoch`. Samples with ids below `keep_from` are not sent."""
+@dataclass(frozen=True)
+class _ShardReader(IterableDataset[tuple[int, bytes]]):
+    """Reads every n-th shard of an epoch in one of n workers, and yields numbered chunks of several rounds.
 
+    Samples with ids below `keep_from` are read, but None is sent in their place.
+    """
+
+    shards: Shards
+    seed: int
     epoch: int
-    lane: int
-    index: int
+    rounds_per_chunk: int
     keep_from: int
 
-
-class LaneReader:
-    """Reads every `num_lanes`-th shard, in chunks of rounds. Lives in a worker and remembers its position."""
-
-    def __init__(self, shards: Shards, *, seed: int, num_lanes: int, rounds_per_chunk: int) -> None:
-        self._shards = shards
-        self._seed = seed
-        self._num_lanes = num_lanes
-        self._rounds_per_chunk = rounds_per_chunk
-        self._due: ChunkKey | None = None
-        self._rounds: Iterator[list[StreamSample]] = iter(())
-
-    def __call__(self, key: ChunkKey) -> bytes:
-        """Return the chunk, for `unpacked`; empty if the lane's shards have ended."""
-        if key != self._due:
-            numbers = range(key.lane, self._shards.num_shards, self._num_lanes)
-            self._rounds = read_rounds(self._shards, numbers, seed=self._seed, epoch=key.epoch)
-            # A stream has no index: read and drop the rounds before the chunk.
-            deque(itertools.islice(self._rounds, key.index * self._rounds_per_chunk), maxlen=0)
-        self._due = None  # if reading fails, the next call starts over
-        rounds = itertools.islice(self._rounds, self._rounds_per_chunk)
-        # Samples before the run's position are read but not sent: only their ids count.
-        chunk = [(i, sample if i >= key.keep_from else None) for round_ in rounds for i, sample in round_]
-        self._due = replace(key, index=key.index + 1)
-        return packed(chunk)
-
-
-def hide_worker(worker_id: int) -> None:
-    """Make this worker look like the calling process to data sets that would divide themselves among workers.
-
-    The shards are divided already; a shard that divides itself again would lose samples.
-
-    Raises:
-        DataError: this version of torch does not allow it.
-    """
-    if not hides_worker():
-        message = f"worker {worker_id} cannot be hidden from data sets in torch {torch.__version__}. Use num_workers=0."
-        raise DataError(message)
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        worker = get_worker_info()
+        assert worker is not None
+        # A shard that divides itself over workers would lose samples, because the shards are already divided.
+        if not hide_worker():
+            message = f"torch {torch.__version__} cannot hide a worker process from shards. Use num_workers=0."
+            raise DataError(message)
+        numbers = range(worker.id, self.shards.num_shards, worker.num_workers)
+        with picklable_errors():
+            rounds = read_rounds(self.shards, numbers, seed=self.seed, epoch=self.epoch)
+            for index in itertools.count():
+                samples = itertools.chain.from_iterable(itertools.islice(rounds, self.rounds_per_chunk))
+                chunk = [(number, sample if number >= self.keep_from else None) for number, sample in samples]
+                if not chunk:
+                    return
+                yield index, packed(chunk)
 
 
 def _number_of_shards(parts: "Sequence[Iterable[Any]] | Callable[[int], Iterable[Any]]", num_shards: int | None) -> int:
@@ -205,12 +173,12 @@ def _number_of_shards(parts: "Sequence[Iterable[Any]] | Callable[[int], Iterable
         return num_shards
     if not isinstance(parts, Sequence) or isinstance(parts, str):
         message = (
-            f"the shards are of type {type(parts).__name__}. Pass a list of iterables, or a function that returns the "
-            "iterable of a shard, with num_shards."
+            f"the shards are of type {type(parts).__name__}, but must be a list of iterables, or a function. Pass a "
+            "function that returns the iterable of a shard together with num_shards."
         )
         raise DataError(message, code="not_a_list_of_shards")
     if num_shards is not None:
-        message = f"num_shards={num_shards!r} is for a function only; leave it out for a list of {len(parts)} shards."
+        message = f"num_shards={num_shards!r} is only for a function. Leave it out for a list of {len(parts)} shards."
         raise DataError(message, code="num_shards")
     if not parts:
         message = "Shards([]) has 0 shards and needs at least 1. Check the list of files or parts."
@@ -220,214 +188,142 @@ def _number_of_shards(parts: "Sequence[Iterable[Any]] | Callable[[int], Iterable
     return len(parts)
 
 
-class StreamSource:
-    """Effective batches of a stream: the next `effective_batch_size` samples, and the remainder at the end.
+def stated_schedule(num_samples: int | None, request: BatchOptions) -> SampleSchedule:
+    """Return the schedule of a stream with a length; raise a `TypeError` if it has none."""
+    if num_samples is None:
+        message = "the number of steps is unknown, because the stream has no length. Pass steps=, or add a __len__."
+        raise TypeError(message)  # list() and others expect a TypeError
+    _check_ramp(request.effective_batch_size, Position(1), num_samples)
+    return SampleSchedule(num_samples, request)
 
-    Resuming reads and drops the samples before the position.
+
+class OpenStream(OpenSource):
+    """The reader of a stream: each step takes the next `effective_batch_size` samples, and the last step the remainder.
+
+    Sample ids are positions in the stream, so they do not identify its order. Resuming reads the samples before the
+    position and drops them.
 
     Raises:
-        DataError: a shuffled stream, or more workers than shards.
+        DataError: the stream is a loader that cannot be read from its beginning.
     """
 
-    def __init__(self, dataset: object, shards: Shards, num_samples: int | None, request: BatchOptions) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: object, shards: Shards, request: BatchOptions, known: KnownLengths | None) -> None:
+        if isinstance(dataset, DataLoader):
+            check_loader(dataset, num_workers=request.num_workers)
+        super().__init__(dataset, request, known)
         self._shards = shards
-        self._num_samples = num_samples
-        self._request = request
-        _check_request(request, shards.num_shards)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of steps in a whole epoch, if the stream has a length."""
-        return self._stated_schedule().steps_per_epoch
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps from `start` to the end, if known."""
-        span = self._request.span
-        if span.steps is not None:
-            return span.steps
-        return self._stated_schedule().num_steps(span.start, span.end_epoch, span.steps)
-
-    def open(self) -> "OpenStream":
-        """Return the source with its own workers; refuse a loader that cannot be read from its beginning."""
-        if isinstance(self._dataset, DataLoader):
-            check_loader(self._dataset, num_workers=self._request.num_workers)
-        return OpenStream(self._dataset, self._shards, self._request)
-
-    def _stated_schedule(self) -> SampleSchedule:
-        if self._num_samples is None:
-            message = "the number of steps is not known: the stream has no length. Give steps=, or add a __len__."
-            raise TypeError(message)  # list() and others expect a TypeError
-        _check_ramp(self._request.effective_batch_size, Position(1), self._num_samples)
-        return SampleSchedule(self._num_samples, self._request)
-
-
-class OpenStream:
-    """A stream that is being read. Ids are positions in it, so they do not identify its order."""
-
-    num_samples = None
-    subset_digest = None
-
-    def __init__(self, dataset: object, shards: Shards, request: BatchOptions) -> None:
-        self.dataset = dataset
-        self._shards = shards
-        self._request = request
-        self._ahead = self._workers() if request.num_workers else None
-        self._here = KeyedLoading(draws_nothing=only_collates(request.collate))
-        self._known = None if request.lengths is None else KnownLengths(request.lengths, request.collate, None)
+        self._samples: Generator[StreamSample, None, None] | None = None
 
     def steps(self, span: RunRange) -> Iterator[StepSamples]:
-        """Yield the samples of each step of a span."""
+        """Yield the samples of each step in a range."""
         return itertools.islice(self._steps_of_epochs(span.start, span.end_epoch), span.steps)
-
-    def digest_before(self, position: Position) -> None:
-        """Return None: a stream has no digest, because earlier samples are not read again."""
-
-    def sampled_order(self, epoch: int) -> None:
-        """Return None: a stream has no sampler."""
-
-    def use_order(self, epoch: int, order: torch.Tensor) -> None:
-        """Do nothing: a stream has no sampler."""
 
     def close(self) -> None:
         """Shut the workers down."""
-        if self._ahead is not None:
-            self._ahead.close()
-
-    def _workers(self) -> Prefetcher[ChunkKey, bytes]:
-        num_lanes, num_shards = self._request.num_workers, self._shards.num_shards
-        rounds = ceil_div(max(self._request.sizes), 2 * num_shards)  # two in flight: one effective batch
-        reader = LaneReader(self._shards, seed=self._request.seed, num_lanes=num_lanes, rounds_per_chunk=rounds)
-        # Not pinned here: samples arrive as bytes, and only the micro-batches made of them are pinned.
-        return Prefetcher(reader, num_workers=num_lanes, pin_memory=False, start_worker=hide_worker)
+        if self._samples is not None:
+            self._samples.close()
 
     def _steps_of_epochs(self, start: Position, end_epoch: int | None) -> Iterator[StepSamples]:
-        # `!=` and not `<`: the end is None for a given number of steps.
+        # `!=` instead of `<`, because `end_epoch` is None for a given number of steps.
         while start.epoch != end_epoch:
-            ahead = self._ahead
-            stream = self._samples_here(start) if ahead is None else self._samples_from_workers(start, ahead)
-            _skip(stream, start)
-            num_samples = yield from self._steps_of_epoch(stream, start)
+            self._samples = self._read(start)
+            _skip(self._samples, start)
+            num_samples = yield from self._steps_of_epoch(self._samples, start)
             start = Position(start.epoch + 1)
             if start.epoch != end_epoch:
-                _check_ramp(self._request.effective_batch_size, start, num_samples)
+                _check_ramp(self.request.effective_batch_size, start, num_samples)
 
-    def _finder(self, samples: Sequence[Any]) -> Callable[[Sequence[int]], SampleLengths | None]:
-        known = self._known
-        return lambda ids: None if known is None else known.of(ids, samples)
-
-    def _samples_here(self, start: Position) -> Iterator[StreamSample]:
-        numbers = range(self._shards.num_shards)
-        rounds = read_rounds(self._shards, numbers, seed=self._request.seed, epoch=start.epoch)
-        return itertools.chain.from_iterable(rounds)
-
-    def _samples_from_workers(self, start: Position, ahead: Prefetcher[ChunkKey, bytes]) -> Iterator[StreamSample]:
-        """Yield the samples of an epoch from its first one on; samples before `start` may be None."""
-        num_lanes, num_shards = self._request.num_workers, self._shards.num_shards
-        # At most n samples have an id below n: all of them precede the start and stay in the worker.
-        keep_from = start.sample_offset - start.sample_offset % num_shards
-        key_at = functools.partial(_chunk_key, start.epoch, num_lanes, keep_from)
-        for first in itertools.count(0, num_lanes):
-            samples: list[StreamSample] = []
-            for place in range(first, first + num_lanes):
-                onward = functools.partial(map, key_at, itertools.count(place))
-                samples += unpacked(ahead.take(key_at(place), onward))
-            if not samples:
-                return
-            # Lanes read different shards of the same rounds; sorted by id they are in the order of a single reader.
-            yield from sorted(samples, key=itemgetter(0))
+    def _read(self, start: Position) -> Generator[StreamSample, None, None]:
+        """Yield all samples of an epoch; with workers, None may replace samples before `start`."""
+        request, num_shards = self.request, self._shards.num_shards
+        if not request.num_workers:
+            for samples in read_rounds(self._shards, range(num_shards), seed=request.seed, epoch=start.epoch):
+                yield from samples
+            return
+        reader = _ShardReader(
+            self._shards,
+            request.seed,
+            start.epoch,
+            rounds_per_chunk=ceil_div(
+                max(sizes_of(request.effective_batch_size)), 2 * num_shards
+            ),  # two chunks are in flight, together about one effective batch
+            # At most n samples have an id below n, so all of them are before the start, and need not be sent.
+            keep_from=start.sample_offset - start.sample_offset % num_shards,
+        )
+        try:
+            # A loader yields the chunks of its workers in turn. Chunks with the same index have different shards of the
+            # same rounds: sorted by id, their samples are in the order of a single reader.
+            for _, chunks in itertools.groupby(loader_of(reader, request.num_workers), key=itemgetter(0)):
+                samples = [sample for _, chunk in chunks for sample in unpacked(chunk)]
+                yield from sorted(samples, key=itemgetter(0))
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # noqa: BLE001 (raised again)
+            raise error.with_traceback(None)  # noqa: B904 (its frames would keep the workers alive)
 
     def _steps_of_epoch(self, stream: Iterator[StreamSample], start: Position) -> Generator[StepSamples, None, int]:
-        """Yield the steps of an epoch from `start` on; return its end, in samples."""
-        request, position = self._request, start
+        """Yield the steps of an epoch from `start` on; return the offset of its end, in samples."""
+        request, position = self.request, start
         sizes = request.effective_batch_size
         read: list[StreamSample] = []
         while True:
             size = _size_at(sizes, position.epoch, position.sample_offset)
-            # Minimum samples of the next step.
-            least = _size_at(sizes, position.epoch, position.sample_offset + size) if request.drop_last else 1
+            # Also read the minimum of samples of the next step, to find out whether this step is the last one.
+            minimum = _size_at(sizes, position.epoch, position.sample_offset + size) if request.drop_last else 1
             with preserved_random_state():
-                read += itertools.islice(stream, max(0, size + least - len(read)))  # is this batch the last one?
+                read += itertools.islice(stream, max(0, size + minimum - len(read)))
             samples, read = read[:size], read[size:]
             if not samples or (request.drop_last and len(samples) < size):
                 break
             stop = position.sample_offset + len(samples)
-            end = Position(start.epoch + 1) if len(read) < least else Position(start.epoch, stop)
-            feeder = _Feeder([sample for _, sample in samples], request, self._here)
-            ids = tuple(sample_id for sample_id, _ in samples)
-            yield StepSamples(
-                sample_ids=ids,
-                start=position,
-                end=end,
-                feeder=feeder,
-                find_lengths=self._finder(feeder.samples),
-            )
+            end = Position(start.epoch + 1) if len(read) < minimum else Position(start.epoch, stop)
+            loaded = dict(samples)
+            yield StepSamples(sample_ids=tuple(loaded), start=position, end=end, source=self, loaded=loaded)
             if end.epoch > start.epoch:
                 return stop
             position = end
-        # Without an error, a run of `steps` would restart the empty epoch forever.
+        # Otherwise a run of `steps` would restart the empty epoch forever.
         if position == Position(start.epoch):
-            raise DataError(_nothing_to_yield(start.epoch, len(samples), size), code="no_full_batch")
+            message = (
+                f"epoch {start.epoch} of the stream yielded {len(samples)} samples, but a step needs "
+                f"{size if request.drop_last else 1}. Let its __iter__ restart in every epoch, or use "
+                "drop_last=False."
+            )
+            raise DataError(message, code="no_full_batch")
         return position.sample_offset
 
-
-@dataclass(frozen=True, slots=True)
-class _Feeder:
-    """Collates the units of one batch whose samples are already loaded."""
-
-    samples: Sequence[Any]
-    request: BatchOptions
-    here: KeyedLoading
-
-    def __call__(
+    def load(
         self,
+        key: UnitKey,
         batch: StepSamples,
-        units: Sequence[Positions],
-        later_units: LaterUnits | None,  # noqa: ARG002 (a stream cannot be predicted)
-    ) -> Iterator[Batch]:
-        collate = self.request.collate
-        if isinstance(collate, OverEffectiveBatch):
-            whole = self._collated(batch, range(len(self.samples))) if units else None
-            yield from (pick_samples(whole, positions) for positions in units)
-            return
-        for positions in units:
-            yield self._collated(batch, positions)
-
-    def _collated(self, batch: StepSamples, positions: Positions) -> Batch:
-        request = self.request
-        ids, samples = taken(batch.sample_ids, positions), list(taken(self.samples, positions))
-        key = (request.seed, batch.start.epoch)
-        collate = in_layout(request.collate, packed=batch.packed)
-        collated = self.here.run(lambda seed: collate_unit(collate, samples, ids, key=key, seed=seed))
-        collated = checked_rows(collated, len(samples), collate)
-        return pinned(collated) if request.pin_memory else collated
+        keys: Sequence[UnitKey],  # noqa: ARG002 (samples of a stream are not prefetched by key)
+        later_units: LaterUnits | None,  # noqa: ARG002 (samples of a stream are not prefetched by key)
+    ) -> Batch:
+        """Return a micro-batch, whose samples are already loaded."""
+        assert batch.loaded is not None
+        unit = UnitLoader(batch.loaded, self.request.collate, self.request.seed)(key)
+        unit = checked_rows(unit, len(key.sample_ids), self.request.collate)
+        return pinned(unit) if self.request.pin_memory else unit
 
 
 def _size_at(sizes: int | BatchRamp, epoch: int, sample_offset: int) -> int:
-    """Return the effective batch size of a step; later epochs are in a ramp's last stage, see `_check_ramp`."""
+    """Return the effective batch size of a step; from epoch 1 on, a ramp is in its last stage (`_check_ramp`)."""
     if isinstance(sizes, int):
         return sizes
     return sizes.sizes[-1] if epoch else sizes.at(sample_offset)
 
 
 def _check_ramp(sizes: int | BatchRamp, start: Position, num_samples: int) -> None:
-    """Refuse to begin the second epoch in the middle of a ramp.
+    """Raise a `DataError` if a ramp has not reached its last stage at the beginning of the second epoch.
 
-    A resumed run does not have the number of samples of the first epoch, and so could not determine its stage.
+    A resumed run could not determine the stage, because it does not know the number of samples of the first epoch.
     """
     if isinstance(sizes, BatchRamp) and start.epoch == 1 and num_samples < sizes.num_samples:
         message = (
-            f"the ramp ({sizes}) begins its last stage after {sizes.num_samples:,} samples, and the first epoch of the "
-            f"stream has {num_samples:,}. Over a stream, a ramp has to reach its last stage in the first epoch."
+            f"the last stage of the ramp ({sizes}) begins after {sizes.num_samples:,} samples, but the first epoch of "
+            f"the stream has {num_samples:,}. For a stream, a ramp has to reach its last stage in the first epoch."
         )
         raise DataError(message, code="stage_never_begins")
-
-
-def _chunk_key(epoch: int, num_lanes: int, keep_from: int, place: int) -> ChunkKey:
-    """Return the key of chunk `place` in the sequence that cycles over the lanes."""
-    index, lane = divmod(place, num_lanes)
-    return ChunkKey(epoch, lane, index, keep_from)
 
 
 def _skip(stream: Iterator[StreamSample], start: Position) -> None:
@@ -442,34 +338,17 @@ def _skip(stream: Iterator[StreamSample], start: Position) -> None:
         raise DataError(message, code="start_beyond_epoch")
 
 
-def _nothing_to_yield(epoch: int, num_samples: int, effective_batch_size: int) -> str:
-    if num_samples:
-        return (
-            f"drop_last=True leaves nothing: epoch {epoch} of the stream has {num_samples} samples, "
-            f"{effective_batch_size=} needs {effective_batch_size}. Use drop_last=False, or at most {num_samples}."
-        )
-    return (
-        f"the stream is empty: epoch {epoch} yielded 0 samples, and a step needs at least 1. "
-        "Its __iter__ must restart in every epoch."
-    )
-
-
-def _check_request(request: BatchOptions, num_shards: int) -> None:
+def refuse_options(request: BatchOptions, num_shards: int) -> None:
+    """Raise a `DataError` for a shuffled stream, or more workers than shards."""
     if request.shuffle:
         message = (
-            "shuffle=True needs a data set with an index, and this one is a stream, which comes in its own order. "
-            "Pass shuffle=False, and shuffle inside the data set (its set_epoch(epoch) is called if it has one)."
+            "shuffle=True needs a data set with an index, but this one is a stream. Pass shuffle=False, and shuffle "
+            "inside the data set (its set_epoch(epoch) is called if it has one)."
         )
         raise DataError(message, code="shuffled_stream")
-    if request.num_workers > num_shards == 1:
-        message = (
-            f"num_workers={request.num_workers} would each read the whole stream and yield every sample "
-            f"{request.num_workers} times. Use num_workers=1, or divide the stream with ab.Shards."
-        )
-        raise DataError(message, code="too_many_workers")
     if request.num_workers > num_shards:
         message = (
-            f"num_workers={request.num_workers} cannot share {num_shards} shards: a shard is read by one worker. "
-            f"Use at most num_workers={num_shards}, or more shards."
+            f"num_workers={request.num_workers} is more than the {num_shards} shards of the stream. One worker reads "
+            f"each shard: use at most num_workers={num_shards}, or divide the stream with ab.Shards."
         )
         raise DataError(message, code="too_many_workers")

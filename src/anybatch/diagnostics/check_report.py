@@ -6,19 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from anybatch.core.units import columns
+
 SplitVerdict = Literal["exact", "equal up to rounding", "undecided", "not equal"]
 EXACT = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitResult:
-    """One way of cutting the batch, against the un-split batch.
+    """The gradient of one split of the batch, compared with the un-split batch.
 
     Attributes:
         sizes: samples of each micro-batch, in order.
         errors: relative gradient error by parameter name.
-        error: the same over all parameters together; infinite if the micro-batches could not be run.
-        failure: why they could not be run.
+        error: relative error over all parameters together; infinite if a micro-batch failed.
+        failure: the error message of the micro-batch that failed.
         verdict: "exact" is an error of at most 1e-12; "equal up to rounding" is within the tolerance of the narrowest
             number type seen inside the model; "undecided": the gradients cannot be compared, see the findings.
     """
@@ -37,38 +39,44 @@ class SplitResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckFinding:
-    """A reason why a cut changes the gradient, or an effect that was excluded from the comparison.
+    """A reason why a split changes the gradient, or an effect that was excluded from the comparison.
 
     Attributes:
-        code: for programs: "loss_declaration", "batch_norm", "couples_samples", "joint_loss", "groups", "state",
-            "cannot_run" or "unexplained"; with the verdict "undecided": "draws_by_sample", "unrepeatable" or
-            "no_gradient"; "randomness" is a note.
+        code: for programs: "loss_declaration", "batch_norm", "couples_samples", "joint_loss", "state", "cannot_run" or
+            "unexplained"; with the verdict "undecided": "draws_by_sample", "unrepeatable" or "no_gradient";
+            "randomness" is a note.
         where: the affected module, loss term or parameter.
-        says: the observation, with figures.
+        observation: the effect, with measured values.
         change: the fix; empty if none is needed.
-        breaks_equality: whether it makes the gradients differ.
-        prevents_verdict: whether it prevents a comparison of gradients, so that the verdict is "undecided".
     """
 
     code: str
-    where: str
-    says: str
+    where: str = ""
+    observation: str
     change: str
-    breaks_equality: bool = True
-    prevents_verdict: bool = False
+
+    @property
+    def prevents_verdict(self) -> bool:
+        """Whether the finding prevents a comparison of gradients, so that the verdict is "undecided"."""
+        return self.code in {"draws_by_sample", "unrepeatable", "no_gradient"}
+
+    @property
+    def breaks_equality(self) -> bool:
+        """Whether the finding makes the gradients differ."""
+        return self.code != "randomness" and not self.prevents_verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The un-split batch against several cuts, and the reasons where they differ. `print(report)` shows all of it.
+    """The un-split batch against several splits, and the reasons for differences. `print(report)` shows all of it.
 
     Attributes:
         num_samples: samples in the batch.
         precision: number type that the check ran in, and why if it is not float64.
-        tolerance: relative error that rounding alone may cause there.
-        splits: one result for each cut, with everything in place as the user has it, except what findings with
-            `breaks_equality=False` say was set aside.
-        findings: reasons.
+        tolerance: relative error that rounding alone may cause in this number type.
+        splits: one result for each split of the user's model and loss; effects that were excluded are the findings
+            with `breaks_equality=False`.
+        findings: why splits differ, and which effects were excluded.
     """
 
     num_samples: int
@@ -79,46 +87,45 @@ class CheckReport:
 
     @property
     def verdict(self) -> SplitVerdict:
-        """The worst of all cuts."""
+        """The worst verdict of all splits."""
         order: tuple[SplitVerdict, ...] = ("exact", "equal up to rounding", "undecided", "not equal")
         return max((split.verdict for split in self.splits), key=order.index)
 
     @property
     def equal(self) -> bool:
-        """Whether every cut gives the gradient of the un-split batch; False where that is undecided."""
+        """Whether every split gives the gradient of the un-split batch; False if undecided."""
         return self.verdict not in ("undecided", "not equal")
 
     @property
     def reason(self) -> str | None:
         """Why the verdict is "undecided"; None if it is not."""
-        return next((finding.says for finding in self.findings if finding.prevents_verdict), None)
+        return next((finding.observation for finding in self.findings if finding.prevents_verdict), None)
 
     def __str__(self) -> str:
-        """Return the table of cuts and the findings."""
+        """Return the table of splits and the findings."""
         lines = [f"{self.num_samples} samples, {self.precision}", ""]
-        shown = [in_words(split.sizes) for split in self.splits]
-        width = max(len("micro-batches"), *map(len, shown))
-        lines.append(f"  {'micro-batches':<{width}}  gradient error  verdict")
-        for sizes, split in zip(shown, self.splits, strict=True):
-            error = "cannot run" if split.failure else f"{split.error:.1e}"
+        rows, notes = [["  micro-batches", "gradient error"]], ["  verdict"]
+        for split in self.splits:
             differs = split.verdict in ("undecided", "not equal") and split.error != 0
             worst = f", most in {split.worst!r}" if differs and split.worst is not None else ""
-            lines.append(f"  {sizes:<{width}}  {error:>14}  {split.verdict}{worst}")
+            rows.append([f"  {describe_sizes(split.sizes)}", "cannot run" if split.failure else f"{split.error:.1e}"])
+            notes.append(f"  {split.verdict}{worst}")
+        lines += [line + note for line, note in zip(columns(rows), notes, strict=True)]
         for number, finding in enumerate(self.findings, 1):
-            lines += ["", f"{number}. {finding.says}"]
+            lines += ["", f"{number}. {finding.observation}"]
             if finding.change:
                 lines.append(f"   Change: {finding.change}")
         return "\n".join([*lines, "", f"verdict: {self.verdict}"])
 
 
-def in_words(sizes: Sequence[int]) -> str:
-    """Return sizes of micro-batches in short: `2 x 5 + 2`."""
+def describe_sizes(sizes: Sequence[int]) -> str:
+    """Return the sizes of micro-batches in short: `2 x 5 + 2` is two of 5 samples and one of 2."""
     runs = [(size, len(list(run))) for size, run in itertools.groupby(sizes)]
     return " + ".join(f"{number} x {size}" if number > 1 else str(size) for size, number in runs)
 
 
 def verdict_of(error: float, tolerance: float) -> SplitVerdict:
-    """Return the verdict on a relative error where rounding alone may cause `tolerance`."""
+    """Return the verdict on a relative error; rounding alone may cause errors up to `tolerance`."""
     if math.isnan(error):
         return "not equal"
     if error <= EXACT:

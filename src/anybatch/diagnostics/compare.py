@@ -3,7 +3,8 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from statistics import median, quantiles
 from typing import Any, cast
 
@@ -11,60 +12,60 @@ import torch
 
 from anybatch.core.batch import EffectiveBatch
 from anybatch.core.geometry import ceil_div
-from anybatch.core.units import in_bytes, three_digits
-from anybatch.diagnostics.compared_ranks import ComparedJob, RankFigures, measure_on_rank
+from anybatch.core.units import columns, in_bytes, three_digits
+from anybatch.diagnostics.compared_ranks import RankFigures, measure_on_rank
 from anybatch.diagnostics.compared_ways import Way, ways_of
 from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import UserError
-from anybatch.memory.counted import counting_text
-from anybatch.memory.device_memory import device_name
+from anybatch.memory.device_memory import counting_text, device_name
 from anybatch.testing.ranks import RankPool
 
-_VARIES = 0.25
-_EXACT = 1e-4
-"""Gradients that are further from the native one are another gradient: rounding in float32 or TF32 is below."""
+_MAX_SPREAD = 0.25
+_MAX_ROUNDING = 1e-4
+"""Relative error above which a gradient differs from the native batch's; rounding in float32 or TF32 is smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WayResult:
-    """One way, measured."""
+    """The measurements of one way."""
 
     way: Way
-    seconds_per_step: float  # median of whole steps, of the slowest rank in each
-    quartiles: tuple[float, float]  # of these steps
-    exposed_seconds: float | None  # the median minus that of each rank's share alone; None on one rank
-    peak_bytes: int  # the most on a rank
-    total_peak_bytes: int  # the sum over ranks
-    reserved_bytes: int | None  # the most that a rank's allocator had reserved; None on a CPU
-    driver_bytes: int | None  # in use by a rank's device, as nvidia-smi shows it; None on a CPU
-    gradient_bytes: int  # handed to collectives by a rank in a step
-    gradient_error: float | None  # against the unsplit batch in plain PyTorch; None for another batch
+    seconds_per_step: float  # median over whole steps; the slowest rank determines a step
+    quartiles: tuple[float, float]  # of the steps
+    exposed_seconds: float | None  # added by communication to the median step; None on one rank
+    peak_bytes: int  # maximum over ranks
+    total_peak_bytes: int  # sum over ranks
+    reserved_bytes: int | None  # by the allocator, maximum over ranks; None on a CPU
+    driver_bytes: int | None  # in use on a rank's device, as in nvidia-smi; None on a CPU
+    gradient_bytes: int  # passed to collectives by a rank in a step
+    gradient_error: float | None  # relative to the un-split batch in plain PyTorch; None for another batch size
     gradient_variance: float | None  # see `variance_of`
 
     @property
     def seconds_per_sample(self) -> float:
-        """Seconds of a step by its samples."""
+        """Seconds of a step divided by its samples."""
         return self.seconds_per_step / self.way.num_samples
 
     @property
     def exposed_share(self) -> float | None:
-        """The part of a step that communication adds, 0 where it adds nothing; None on one rank."""
+        """The fraction of a step that communication adds, at least 0; None on one rank."""
         return None if self.exposed_seconds is None else max(0.0, self.exposed_seconds / self.seconds_per_step)
 
     @property
     def varies(self) -> bool:
-        """Whether the middle half of its steps is so far apart that other ways' times may only seem to differ."""
-        return self.quartiles[1] - self.quartiles[0] > _VARIES * self.seconds_per_step
+        """Whether step times vary so much (quartiles) that a difference from another way may be noise."""
+        return self.quartiles[1] - self.quartiles[0] > _MAX_SPREAD * self.seconds_per_step
 
     def with_variance_of(self, native: "WayResult") -> "WayResult":
-        """Return this with the native batch's variance, if this has the native batch's gradient."""
-        if self.gradient_variance is not None or self.gradient_error is None or self.gradient_error > _EXACT:
+        """Return a copy with the native batch's variance if the gradients are the same, else the result itself."""
+        if self.gradient_variance is not None or self.gradient_error is None or self.gradient_error > _MAX_ROUNDING:
             return self
         return dataclasses.replace(self, gradient_variance=native.gradient_variance)
 
-    def device_hours(self, num_samples: float) -> float:
-        """Return the device-hours for `num_samples`."""
-        return self.way.num_devices * self.seconds_per_sample * num_samples / 3600
+    @property
+    def device_hours(self) -> float:
+        """Device-hours for a million samples."""
+        return self.way.num_devices * self.seconds_per_sample * 1e6 / 3600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +74,11 @@ class ComparisonReport:
 
     Attributes:
         title: first line of the report.
-        device: where.
-        effective_batch_size: samples of one update, but for the small batch.
-        micro_batch_size: most samples of one forward and backward, where the batch is accumulated.
-        results: of the ways that could be run.
-        unmeasured: name of a way to the reason why it was not.
-        num_samples: samples that device-hours are for.
-        price_per_hour: of a device; None if not known.
-        largest_worlds: name of a way to the most ranks that are useful, as forecast for a network; empty for no column.
+        device: name of the devices.
+        effective_batch_size: samples of one update in all ways except the small batch.
+        micro_batch_size: maximum samples of one forward and backward in the ways that accumulate.
+        results: the measured ways.
+        unmeasured: name of each other way -> why it was not measured.
     """
 
     title: str
@@ -89,33 +87,22 @@ class ComparisonReport:
     micro_batch_size: int
     results: tuple[WayResult, ...]
     unmeasured: Mapping[str, str]
-    num_samples: float
-    price_per_hour: float | None = None
-    largest_worlds: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def fastest(self) -> WayResult:
-        """The way that takes the least time for a sample, among those with the effective batch size."""
-        return min(self._of_the_batch, key=lambda one: one.seconds_per_sample)
-
-    @property
-    def smallest(self) -> WayResult:
-        """The way that takes the least memory on a device, among those with the effective batch size."""
-        return min(self._of_the_batch, key=lambda one: one.peak_bytes)
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as values for JSON."""
+        """Return all values for JSON."""
         found = dataclasses.asdict(self)
         for entry, one in zip(found["results"], self.results, strict=True):
             entry["seconds_per_sample"] = one.seconds_per_sample
-            entry["device_hours"] = one.device_hours(self.num_samples)
+            entry["device_hours"] = one.device_hours
         return found
 
     def __str__(self) -> str:
-        """Return the table, what could not be measured, and what follows."""
+        """Return the tables, the ways that were not measured, and the conclusions."""
         cut = f"effective batch {self.effective_batch_size}, micro-batches of {self.micro_batch_size} where accumulated"
         lines = [self.title, f"{self.device}; {cut}", ""]
-        lines += [*_columns(self._work()), "", *_columns(self._costs()), *self._counted()]
+        lines += [*columns(self._work()), "", *columns(self._costs())]
+        on_device = any(one.reserved_bytes is not None for one in self.results)
+        lines += ["", counting_text("allocated" if on_device else "in tensors")]
         if self.unmeasured:
             lines += ["", "not measured:"]
             lines += [f"  {name}: {reason}" for name, reason in self.unmeasured.items()]
@@ -125,7 +112,8 @@ class ComparisonReport:
         """Return conclusions, one sentence each."""
         if not self.results:
             return ["nothing could be measured."]
-        fastest, smallest = self.fastest, self.smallest
+        fastest = min(self._full_size_results, key=lambda one: one.seconds_per_sample)
+        smallest = min(self._full_size_results, key=lambda one: one.peak_bytes)
         found = [f"fastest: {fastest.way.name}, {three_digits(1 / fastest.seconds_per_sample)} samples/s."]
         found.append(f"least memory on a device: {smallest.way.name}, {in_bytes(smallest.peak_bytes)}.")
         by_name = {one.way.name: one for one in self.results}
@@ -142,13 +130,13 @@ class ComparisonReport:
                 f"no_sync until the last micro-batch: {in_bytes(last.gradient_bytes)} reduced per step instead of "
                 f"{in_bytes(each.gradient_bytes)}, {each.seconds_per_step / last.seconds_per_step:.2f} times the speed."
             )
-        others = [one.way.name for one in self._of_the_batch if (one.gradient_error or 0.0) > _EXACT]
+        others = [one.way.name for one in self._full_size_results if (one.gradient_error or 0.0) > _MAX_ROUNDING]
         if others:
             found.append(
                 f"gradients that differ from the unsplit batch: {', '.join(others)}. `anybatch check` finds the cause."
             )
         else:
-            worst = max((one.gradient_error or 0.0 for one in self._of_the_batch), default=0.0)
+            worst = max((one.gradient_error or 0.0 for one in self._full_size_results), default=0.0)
             found.append(f"all of these have the gradient of the un-split batch (relative error at most {worst:.0e}).")
         if "DataParallel" in by_name and by_name["DataParallel"].reserved_bytes is None:
             found.append(
@@ -162,7 +150,7 @@ class ComparisonReport:
         return found
 
     @property
-    def _of_the_batch(self) -> Sequence[WayResult]:
+    def _full_size_results(self) -> Sequence[WayResult]:
         return [one for one in self.results if one.way.num_samples == self.effective_batch_size] or self.results
 
     def _work(self) -> list[list[str]]:
@@ -183,48 +171,27 @@ class ComparisonReport:
             )
         return rows
 
-    def _counted(self) -> list[str]:
-        on_device = any(one.reserved_bytes is not None for one in self.results)
-        return ["", counting_text("allocated" if on_device else "in tensors")] if self.results else []
-
     def _costs(self) -> list[list[str]]:
-        priced = self.price_per_hour is not None
         reserves = any(one.reserved_bytes is not None for one in self.results)
         head = ["", "peak/device", "all devices", *["reserved", "nvidia-smi"] * reserves]
-        head += ["lines by hand", "with anybatch", f"device-hours/{self.num_samples:,.0f}", *["price"] * priced]
-        head += ["useful ranks"] * bool(self.largest_worlds)
-        rows = [head]
+        rows = [[*head, "lines by hand", "with anybatch", "device-hours/million"]]
         for one in self.results:
-            hours = one.device_hours(self.num_samples)
             row = [one.way.name, in_bytes(one.peak_bytes), in_bytes(one.total_peak_bytes)]
             row += [in_bytes(one.reserved_bytes or 0), in_bytes(one.driver_bytes or 0)] * reserves
-            row += [str(one.way.lines_by_hand), str(one.way.lines_with_anybatch), three_digits(hours)]
-            row += [three_digits(hours * (self.price_per_hour or 0.0))] * priced
-            row += [f"{self.largest_worlds.get(one.way.name, '-')}"] * bool(self.largest_worlds)
+            row += [str(one.way.lines_by_hand), str(one.way.lines_with_anybatch), three_digits(one.device_hours)]
             rows.append(row)
         return rows
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[number]) for row in rows) for number in range(len(rows[0]))]
-    return [
-        "  ".join(
-            word.ljust(width) if not number else word.rjust(width)
-            for number, (word, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
 def slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
-    """Return the slowest rank's seconds of each step, rising."""
+    """Return the slowest rank's seconds of each step, in ascending order."""
     return sorted(max(of_ranks) for of_ranks in zip(*ranks, strict=True))
 
 
-_FEWEST_FOR_QUARTILES = 4
+_MIN_FOR_QUARTILES = 4
 _DEFAULT_CPU_RANKS = 2
 _DEFAULT_ACCUMULATION_STEPS = 4
-"""Where no micro-batch size was given."""
+"""Micro-batches of a rank if no micro-batch size is given."""
 
 
 def compare(
@@ -235,41 +202,36 @@ def compare(
     micro_batch_size: int | None = None,
     num_devices: int | None = None,
     device_type: str | None = None,
-    num_samples: float = 1e6,
-    price_per_hour: float | None = None,
     num_rounds: int = 5,
-    most_seconds: float = 60.0,
+    max_seconds: float = 60.0,
     title: str = "ways of using devices",
     tell: Callable[[str], None] | None = None,
 ) -> ComparisonReport:
     """Run a job in all ways of using devices, interleaved, and compare time, memory, traffic and gradients.
 
-    Each way is built again in every round, makes a step to warm up and three that are timed. On several ranks the time
-    of a step is taken from the slowest rank; communication adds the difference to a step of each rank's share
-    alone, run on all ranks simultaneously. Each rank has one thread.
+    In every round, each way gets a new engine, which runs a warm-up step and three timed steps. On several ranks, the
+    slowest rank determines the time of a step. Communication adds the difference from a step in which all ranks run
+    their shares simultaneously without reduction. Each rank has one thread.
 
     Args:
         train: function () -> a new `TrainSpec`; at the top of a module, so that ranks can import it.
         data: function () -> effective batches of `effective_batch_size`, at least four, such as `ab.batches`; likewise.
         effective_batch_size: samples of one update.
-        micro_batch_size: most samples of one forward and backward, where the batch is accumulated; None for a quarter
-            of a rank's share.
-        num_devices: devices of the ways that use several; None for all GPUs, or two ranks on the CPU.
+        micro_batch_size: maximum samples of one forward and backward in ways that accumulate; None: a quarter of a
+            rank's share.
+        num_devices: devices for the ways that use several; None: all GPUs, or two ranks on the CPU.
         device_type: "cuda" or "cpu"; None: "cuda" if there are enough devices, else "cpu".
-        num_samples: samples that device-hours are given for.
-        price_per_hour: of one device; None for no price.
-        num_rounds: rounds at most.
-        most_seconds: start no round after this many seconds; there is at least one.
+        num_rounds: maximum number of rounds.
+        max_seconds: start no round after this many seconds; at least one round is run.
         title: the first line of the report.
         tell: function (text) that receives the progress, in another process; at the top of a module.
 
     Raises:
-        BatchSizeError: sizes that do not fit together.
-        UserError: there are fewer devices than were asked for, a number is not above 0, or ranks could not be started.
+        BatchSizeError: the sizes contradict each other.
+        UserError: there are fewer devices than requested, a number is not above 0, or a rank failed.
     """
-    numbers = {"num_samples": num_samples, "price_per_hour": price_per_hour, "num_rounds": num_rounds}
-    for name, value in (*numbers.items(), ("most_seconds", most_seconds)):
-        if value is not None and not 0.0 < value < math.inf:
+    for name, value in (("num_rounds", num_rounds), ("max_seconds", max_seconds)):
+        if not 0.0 < value < math.inf:
             message = f"{name}={value} must be a finite number above 0."
             raise UserError(message)
     found_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -280,23 +242,24 @@ def compare(
     ways = ways_of(effective_batch_size=effective_batch_size, micro_batch_size=size, num_devices=num_devices)
     kind = device_type or ("cuda" if found_devices >= num_devices else "cpu")
     if kind == "cuda" and found_devices < num_devices:
-        message = f"{num_devices} CUDA devices were asked for, and there are {found_devices}. Use fewer, or the CPU."
+        message = f"{num_devices} CUDA devices were requested, but there are {found_devices}. Use fewer, or the CPU."
         raise UserError(message, code="too_few_devices")
-    job = ComparedJob(
-        train=train,
-        data=data,
-        ways=ways,
+    measure = partial(
+        measure_on_rank,
+        train,
+        data,
+        ways,
         device_type=kind,
         num_rounds=num_rounds,
-        most_seconds=most_seconds,
+        max_seconds=max_seconds,
         tell=tell,
     )
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-    with RankPool(num_devices, backend=backend, timeout_seconds=600 + 20 * most_seconds) as pool:
-        outcomes = pool.outcomes(measure_on_rank, job)
+    with RankPool(num_devices, backend=backend, timeout_seconds=600 + 20 * max_seconds) as pool:
+        outcomes = pool.outcomes(measure)
     failed = next((outcome.error for outcome in outcomes if outcome.error), None)
     if failed is not None:
-        message = f"the comparison could not be made: {failed.strip().splitlines()[-1]}"
+        message = f"the comparison failed: {failed.strip().splitlines()[-1]}"
         raise UserError(message)
     ranks: Sequence[Mapping[str, RankFigures]] = [outcome.value for outcome in outcomes]
     measured = [way for way in ways if not ranks[0][way.name].reason]
@@ -309,8 +272,6 @@ def compare(
         micro_batch_size=size,
         results=tuple(one if native is None else one.with_variance_of(native) for one in results.values()),
         unmeasured={way.name: ranks[0][way.name].reason for way in ways if ranks[0][way.name].reason},
-        num_samples=num_samples,
-        price_per_hour=price_per_hour,
     )
 
 
@@ -323,7 +284,7 @@ def _result(way: Way, figures: Sequence[RankFigures]) -> WayResult:
         way=way,
         seconds_per_step=seconds,
         quartiles=(steps[0], steps[-1])
-        if len(steps) < _FEWEST_FOR_QUARTILES
+        if len(steps) < _MIN_FOR_QUARTILES
         else cast("tuple[float, float]", tuple(quantiles(steps, n=4)[::2])),
         exposed_seconds=None if alone is None else seconds - alone,
         peak_bytes=max(one.peak_bytes for one in figures),

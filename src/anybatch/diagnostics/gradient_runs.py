@@ -1,46 +1,45 @@
-"""A copy of the user's model, for repeated gradients without side effects and with the same random numbers."""
+"""A copy of the user's model that computes gradients repeatedly, with the same random numbers and no side effects."""
 
 import contextlib
 import copy
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-from anybatch.core.batch import picked
+from anybatch.core.batch import select_each
 from anybatch.core.loss import Loss, factors_of, returned_count, scaled, unit_counts
-from anybatch.core.loss_kinds import AcrossSamples, LossFunction
+from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tensors import Gradients, relative_error
+from anybatch.core.torch_internals import refused_in_backward
 from anybatch.core.tree import Batch, copied, count_samples, map_tensors, read_samples, tensors_of
 from anybatch.data.random_state import host_random_digest, seed_generators
 from anybatch.engine.engine import Engine
 from anybatch.engine.loss_check.comparison import SampleSource, Verdict, judge
 from anybatch.engine.loss_check.diagnosis import Diagnosis, diagnose
-from anybatch.engine.loss_check.held import HeldDraws
+from anybatch.engine.loss_check.fixed_draws import FixedDraws
 from anybatch.engine.loss_check.runs import LossParts, LossRuns
-from anybatch.engine.torch_internals import refused_in_backward
 from anybatch.engine.user_code import Model, SeededGenerators, collect_modules, without_side_effects
 from anybatch.norms import Policy, PolicyName
-from anybatch.norms.layers import tried_couplings
+from anybatch.norms.layers import find_coupling_modules
 from anybatch.parallel.strategy import trainable
 from anybatch.parallel.world import World
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardTraits:
-    """Names of modules with properties observed in one forward, in the order in which the modules finished."""
+    """Properties of modules observed in one forward: names of modules, in the order in which they finished."""
 
-    random_modules: tuple[str, ...]  # advanced torch's generator, without a child that did
-    coupling_modules: tuple[str, ...]  # their output for a sample depends on others, without a child that does
-    narrowest_dtype: torch.dtype | None  # returned by any module; None without floating-point outputs
+    random_modules: tuple[str, ...]  # modules that drew random numbers, and none of whose submodules did
+    coupling_modules: tuple[str, ...]  # innermost modules whose output for a sample depends on other samples
+    narrowest_dtype: torch.dtype | None  # of all outputs of modules; None without floating-point outputs
 
 
 def find_traits(modules: nn.Module, run: Callable[[], object], num_samples: int) -> ForwardTraits:
@@ -54,7 +53,7 @@ def find_traits(modules: nn.Module, run: Callable[[], object], num_samples: int)
         states[module] = _state()
 
     def after(module: nn.Module, _args: object, output: object) -> None:
-        # A generator that has moved is the only sign of a draw that works for every module.
+        # For any module, a draw shows only in the changed state of the generator.
         if states[module] != _state():
             drew.append(module)
         # A module may return something other than a batch.
@@ -70,7 +69,7 @@ def find_traits(modules: nn.Module, run: Callable[[], object], num_samples: int)
             hook.remove()
     return ForwardTraits(
         random_modules=tuple(names[m] for m in _innermost(dict.fromkeys(drew))),
-        coupling_modules=tuple(tried_couplings(modules, run, num_samples)),
+        coupling_modules=tuple(find_coupling_modules(modules, run, num_samples)),
         narrowest_dtype=min(dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=None),
     )
 
@@ -81,67 +80,57 @@ def _state() -> bytes:
 
 
 def _innermost(found: dict[nn.Module, None]) -> Iterator[nn.Module]:
-    """Yield the names without a child among them."""
+    """Yield the modules none of whose submodules are among them."""
     for module in found:
         if not any(child in found for child in module.modules() if child is not module):
             yield module
 
 
 class RepeatedDraws:
-    """Repeats random numbers in every forward: torch's for each sample, Python's and numpy's from a seed.
+    """Makes every forward draw the same random numbers: torch per sample, Python and numpy from the same seed.
 
-    Args:
-        constant: torch draws one number everywhere, see `HeldDraws`.
-        continues: Python and numpy continue from one forward to the next. Numbers that are drawn once for each sample,
-            in order, are then the same in one batch and in several.
+    If `constant`, every draw of torch returns the same number, see `FixedDraws`.
     """
 
-    def __init__(self, *, constant: bool = False, continues: bool = False) -> None:
+    def __init__(self, *, constant: bool = False) -> None:
         self.seed = 0
-        self.by_host = False
-        self._torch = HeldDraws(constant=constant)
-        self._continues = continues
+        self.by_host = False  # whether a forward drew from Python's or numpy's generator
+        self._torch = FixedDraws(constant=constant)
         self._initial_state: tuple[int, ...] = ()
-        self._final_states: dict[tuple[str, int], set[tuple[int, ...]]] = {}
-
-    @property
-    def differ_by_sample(self) -> bool:
-        """Whether forwards of different numbers of samples drew differently often from Python or numpy."""
-        return any(len(states) > 1 for states in self._final_states.values())
 
     @property
     def unknown(self) -> set[str]:
         """Names of torch's random operations that cannot be repeated."""
         return self._torch.unknown
 
-    def held(self, seed: int) -> AbstractContextManager[object]:
-        """Return a context in which torch's numbers are held."""
+    def fixed(self, seed: int) -> AbstractContextManager[object]:
+        """Return a context in which torch draws the same numbers for each sample."""
         self.seed = seed
         self._torch.restart()
         return self._torch
 
-    def call(self, name: str, function: LossFunction, model: Any, batch: Batch) -> Any:  # noqa: ANN401 (as the user's)
-        """Call a function of the user from the first random number on."""
+    def call(self, function: LossFunction, model: Any, batch: Batch) -> Any:  # noqa: ANN401 (as the user's)
+        """Call the user's function, with all random numbers starting again from the first."""
         self._restart()
         output = function(model, batch)
-        self._record(name)
+        self._record()
         return output
 
     @contextmanager
     def applied_to(self, loss: Loss) -> Iterator[Loss]:
-        """Yield the loss, each call of which draws the same numbers."""
+        """Yield a copy of the loss that draws the same numbers in each call."""
         handles: list[Any] = []
 
-        def repeated(name: str, function: LossFunction) -> LossFunction:
-            if isinstance(function, nn.Module):  # its parameters train, so it stays a module; it is a copy
+        def repeated(function: LossFunction) -> LossFunction:
+            if isinstance(function, nn.Module):  # hooks, so that it stays a module with parameters; it is a copy
                 handles.append(function.register_forward_pre_hook(lambda *_: self._restart()))
-                handles.append(function.register_forward_hook(lambda *_: self._record(name)))
+                handles.append(function.register_forward_hook(lambda *_: self._record()))
                 return function
-            return lambda model, batch: self.call(name, function, model, batch)
+            return functools.partial(self.call, function)
 
-        changed = dataclasses.replace(loss, function=repeated("function", loss.function))
-        if isinstance(loss.kind, AcrossSamples):
-            kind = dataclasses.replace(loss.kind, encode=repeated("encode", loss.kind.encode))
+        changed = dataclasses.replace(loss, function=repeated(loss.function))
+        if loss.kind.encode is not None:
+            kind = dataclasses.replace(loss.kind, encode=repeated(loss.kind.encode))
             changed = dataclasses.replace(changed, kind=kind)
         try:
             yield changed
@@ -151,45 +140,32 @@ class RepeatedDraws:
 
     def _restart(self) -> None:
         self._torch.restart()
-        if not self._continues:
-            seed_generators(self.seed)
+        seed_generators(self.seed)
         self._initial_state = host_random_digest()
 
-    def _record(self, name: str) -> None:
-        final_state = host_random_digest()
-        self.by_host = self.by_host or final_state != self._initial_state
-        self._final_states.setdefault((name, self.seed), set()).add(final_state)
+    def _record(self) -> None:
+        self.by_host = self.by_host or host_random_digest() != self._initial_state
 
 
-def ways_of_drawing(*, by_host: bool) -> Iterator[Callable[[], RepeatedDraws]]:
-    """Yield functions that make draws, in the order in which they are tried.
-
-    Samples may be on another axis than the first, or draw in a loop: one number everywhere suits these.
-    """
-    for continues in (False, True) if by_host else (False,):
-        for constant in (False, True):
-            yield partial(RepeatedDraws, constant=constant, continues=continues)
-
-
-_PARTS = frozenset(vars(nn.Module())) - {"training"}
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that every module has."""
 
 
 @dataclass(slots=True)
 class GradientRuns:
-    """A model, a loss and a batch of one number type, on the CPU."""
+    """A model, a loss and a batch in one floating-point dtype, on the CPU."""
 
-    model: Model  # a copy of the user's
+    model: Model  # a copy of the user's model
     loss: Loss
     batch: Batch
     seed: int = 0
     norms: Policy | PolicyName | None = None
-    in_evaluation: set[nn.Module] = field(default_factory=set)  # their behaviour in training was set aside
-    draws: RepeatedDraws | None = None  # None: numbers come from seeded generators
+    in_evaluation: set[nn.Module] = field(default_factory=set)  # modules that run in evaluation mode
+    draws: RepeatedDraws | None = None  # None: random numbers come from seeded generators
 
     @property
     def modules(self) -> nn.Module:
-        """All that trains, as one module."""
+        """The modules of the model and the loss, as one module."""
         return collect_modules(self.model, self.loss)
 
     @property
@@ -202,30 +178,30 @@ class GradientRuns:
         """Samples in the batch."""
         return count_samples(self.batch)
 
-    def whole(self, *, seed: int | None = None) -> Gradients:
+    def unsplit(self, *, seed: int | None = None) -> Gradients:
         """Return the gradient of the un-split batch: one forward, one backward, no engine.
 
-        A policy about BatchNorm makes another function of the model, which only the engine can run un-split.
+        A BatchNorm policy changes what the model computes; then the engine runs the batch as one micro-batch.
         """
         if self.norms not in (None, "keep"):
             return self.split(self.num_samples, seed=seed)
         seed = self.seed if seed is None else seed
-        with self._untouched(seed), nullcontext() if self.draws is None else self.draws.held(seed):
+        with self._restored(seed), nullcontext() if self.draws is None else self.draws.fixed(seed):
             return self._backward(self._value(self.loss, copied(self.batch)))
 
     def split(self, micro_batch_size: int, *, seed: int | None = None) -> Gradients:
-        """Return the gradient that the engine adds up over micro-batches."""
+        """Return the gradient that the engine accumulates over micro-batches."""
         seed = self.seed if seed is None else seed
-        with self._untouched(seed):
+        with self._restored(seed):
             if self.draws is None:
                 return self._accumulated(self.loss, micro_batch_size, seed)
-            with self.draws.held(seed), self.draws.applied_to(self.loss) as loss:
+            with self.draws.fixed(seed), self.draws.applied_to(self.loss) as loss:
                 return self._accumulated(loss, micro_batch_size, seed)
 
     def _accumulated(self, loss: Loss, micro_batch_size: int, seed: int) -> Gradients:
         engine = Engine(
             self.model,
-            # `gradients` makes no update; SGD has no state to copy.
+            # `gradients` makes no update, and SGD has no state to copy.
             lambda named: torch.optim.SGD(named, lr=0.0),
             loss,
             micro_batch_size=micro_batch_size,
@@ -239,35 +215,12 @@ class GradientRuns:
         finally:
             engine.close()
 
-    def draws_by_sample(self, tolerance: float) -> bool:
-        """Return whether numbers of Python or numpy belong to samples, so that no other batch can repeat them.
-
-        To be asked after the un-split batch and a cut have run.
-        """
-        if self.draws is None or not self.draws.by_host:
-            return False
-        return self.draws.differ_by_sample or self._depends_on_order(tolerance)
-
-    def _depends_on_order(self, tolerance: float) -> bool:
-        """Whether the gradient changes in reverse order: states do not show numbers that were packed."""
-        batch, number = read_samples(self.batch)
-        before = self.batch, self.draws
-        self.draws = RepeatedDraws(constant=True)
-        try:
-            expected = self.whole()
-            self.batch = next(picked(batch, [range(number)[::-1]]))
-            return not relative_error(self.whole(), expected) <= tolerance
-        except Exception:  # noqa: BLE001 (batches of a class of the user's may be cut, and not put in another order)
-            return True
-        finally:
-            self.batch, self.draws = before
-
     def diagnosis(self) -> tuple[Verdict, Diagnosis] | None:
         """Check the declaration of the loss on a few samples, as the engine's first step does; None if it is right.
 
-        BatchNorm is left out, as there.
+        BatchNorm is not examined.
         """
-        own = trainable(self.modules)
+        parameters = trainable(self.modules)
         parts = LossParts(
             loss=self.loss,
             model=self.model,
@@ -275,24 +228,24 @@ class GradientRuns:
             device=torch.device("cpu"),
             autocast=nullcontext,
             call=lambda function, batch: function(self.model, batch),
-            leaves=lambda: own,
+            leaves=lambda: parameters,
         )
         batch, number = read_samples(self.batch)
-        source = SampleSource(range(number), functools.partial(picked, batch), number)
-        with self._untouched(self.seed) as generators:
+        source = SampleSource(range(number), functools.partial(select_each, batch), number)
+        with self._restored(self.seed) as generators:
             runs = LossRuns(parts, generators)
-            runs.has_aligned_draws = True  # `find_obstacle` has excluded others
+            runs.has_aligned_draws = True  # otherwise `find_obstacle` has ended the check
             verdict = judge(runs, source)
             return (verdict, diagnose(runs, verdict)) if verdict.kind == "broken" else None
 
     def forward_traits(self) -> ForwardTraits:
         """Observe every module in one forward of the whole batch."""
-        with self._untouched(self.seed):
+        with self._restored(self.seed):
             return find_traits(self.modules, lambda: self._output(copied(self.batch)), self.num_samples)
 
     def returns_a_number(self) -> bool:
         """Whether the loss function returns one number, and neither a sum with its count nor one loss per item."""
-        with self._untouched(self.seed):  # gradients stay enabled, since the loss may use autograd
+        with self._restored(self.seed):  # gradients stay enabled, since the loss may use autograd
             output = self._output(copied(self.batch))
         return isinstance(output, torch.Tensor) and not output.dim()
 
@@ -302,46 +255,22 @@ class GradientRuns:
         None if a second forward gives the same gradient; an empty list if it does not, but the state is not in a
         module.
         """
-        with self._untouched(self.seed) as draws:
-            # All three forwards draw the same numbers, so that only kept state can make a difference.
+        with self._restored(self.seed) as draws:
+            # All three forwards draw the same numbers, so that only kept state can change the gradient.
             first = self._backward(self._value(self.loss, copied(self.batch)))
             before = dict(_kept_by_modules(self.modules))
             draws.seed(self.seed)
             self._value(self.loss, copied(self.batch))
             draws.seed(self.seed)
             again = self._backward(self._value(self.loss, copied(self.batch)))
-            # Counters change with every forward and matter to no gradient.
+            # Counters change in every forward, but do not affect gradients.
             if relative_error(again, first) <= tolerance:
                 return None
             return [name for name, value in _kept_by_modules(self.modules) if _differs(value, before.get(name))]
 
-    def differentiates_parameters(self) -> bool:
-        """Whether the loss function takes gradients with respect to parameters, which are sums over its samples."""
-        fired: list[None] = []
-        with self._untouched(self.seed):
-            own = trainable(self.modules).values()
-            # A gradient that is returned goes through the hook, and so does one that is added to a parameter.
-            hooks = [one.register_hook(lambda _: fired.append(None)) for one in own]
-            try:
-                self._output(copied(self.batch))
-            finally:
-                for hook in hooks:
-                    hook.remove()
-        return bool(fired)
-
     @contextmanager
-    def evaluating(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Put these modules, not their children, into evaluation mode meanwhile."""
-        before = set(self.in_evaluation)
-        self.in_evaluation |= set(modules)
-        try:
-            yield
-        finally:
-            self.in_evaluation = before
-
-    @contextmanager
-    def _untouched(self, seed: int) -> Iterator[SeededGenerators]:
-        """Seed, set modules to evaluation mode, and put buffers, modes and random numbers back."""
+    def _restored(self, seed: int) -> Iterator[SeededGenerators]:
+        """Seed, set `in_evaluation`, and restore buffers, modes, attributes and random states at the end."""
         functions = self.loss.functions.values()
         owners = [*self.modules.modules(), *(one for one in functions if not isinstance(one, FunctionType))]
         # The modules and callable objects are copies, so that no other thread changes their attributes.
@@ -349,7 +278,7 @@ class GradientRuns:
         with without_side_effects(self.modules, torch.device("cpu"), functions=functions) as draws:
             draws.seed(seed)
             for module in self.in_evaluation:
-                # The attribute, since `eval()` would reach the children too.
+                # Not by `eval()`, which would change submodules too.
                 module.training = False
             try:
                 yield draws
@@ -360,42 +289,40 @@ class GradientRuns:
                     attributes.update(values)
 
     def _output(self, batch: Batch) -> Any:  # noqa: ANN401 (the result of the user's loss function)
-        """Return the loss function's output for a batch as a whole."""
+        """Return the loss function's output for the un-split batch."""
         encode = self.loss.kind.encode
-        given = batch if encode is None else self._called("encode", encode, batch)
-        return self._called("function", self.loss.function, given)
+        given = batch if encode is None else self._called(encode, batch)
+        return self._called(self.loss.function, given)
 
-    def _called(self, name: str, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (as the user's)
-        if self.draws is None:
-            return function(self.model, batch)
-        return self.draws.call(name, function, self.model, batch)
+    def _called(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (as the user's)
+        return function(self.model, batch) if self.draws is None else self.draws.call(function, self.model, batch)
 
     def _value(self, loss: Loss, batch: Batch) -> torch.Tensor:
-        """Return the loss of the whole batch, as declared."""
+        """Return the loss of the un-split batch, as declared."""
         counts = unit_counts(loss, batch, self.num_samples)
         output = self._output(batch)
         terms = scaled(loss, output, factors_of(loss, counts, counts, 1.0))
         value = torch.stack(terms).sum()
-        if not loss.kind.brings_count:
+        if not loss.kind.returns_count:
             return value
         # An integer tensor would divide in float32, regardless of the type of the loss.
         return value * (self.num_samples / torch.as_tensor(returned_count(output)).to(torch.float64)).to(value.dtype)
 
     def _backward(self, value: torch.Tensor) -> Gradients:
         """Return the gradients that a backward adds to parameters, including gradients added by layers directly."""
-        own = trainable(self.modules)
-        for parameter in own.values():
+        parameters = trainable(self.modules)
+        for parameter in parameters.values():
             parameter.grad = None
         if value.requires_grad:
             try:
-                torch.autograd.backward(value, inputs=list(own.values()))
+                torch.autograd.backward(value, inputs=list(parameters.values()))
             except RuntimeError as error:
                 if (refused := refused_in_backward(error)) is not None:
                     raise refused from error
                 raise
         # A parameter that no forward reaches has the gradient None.
-        found = {name: parameter.grad for name, parameter in own.items()}
-        for parameter in own.values():
+        found = {name: parameter.grad for name, parameter in parameters.items()}
+        for parameter in parameters.values():
             parameter.grad = None
         return found
 
@@ -403,8 +330,8 @@ class GradientRuns:
 def copied_runs(
     model: Model, loss: Loss, batch: Batch, dtype: torch.dtype | None, *, seed: int, norms: Policy | PolicyName | None
 ) -> GradientRuns:
-    """Return gradient runs on CPU copies of everything, floating-point numbers as `dtype`; None leaves their type."""
-    # In one call, because a loss may share modules with the model.
+    """Return gradient runs on CPU copies, with floating-point tensors in `dtype` (None: their own dtype)."""
+    # One call for both, because a loss may share modules with the model.
     model, loss = copy.deepcopy((model, loss), _computed_attributes(collect_modules(model, loss)))
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
@@ -412,7 +339,7 @@ def copied_runs(
 
     for module in [model] if isinstance(model, nn.Module) else model.values():
         module.to("cpu", dtype)
-        if not module.training:  # parts of a model that trains may be frozen in evaluation mode, and stay so
+        if not module.training:  # if the model is in training mode, submodules may be in evaluation mode on purpose
             module.train()
     if isinstance(loss.function, nn.Module):
         loss.function.to("cpu", dtype)
@@ -422,10 +349,10 @@ def copied_runs(
 def _kept_by_modules(modules: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the current buffers and attributes of modules, by name."""
     yield from ((name, buffer.clone()) for name, buffer in modules.named_buffers())
-    for place, module in modules.named_modules():
+    for path, module in modules.named_modules():
         for name, value in _attributes(module).items():
             if not name.startswith("_") and name != "training":
-                yield (f"{place}.{name}" if place else name), value
+                yield (f"{path}.{name}" if path else name), value
 
 
 def _attributes(owner: object) -> dict[str, Any]:
@@ -433,23 +360,24 @@ def _attributes(owner: object) -> dict[str, Any]:
     return {
         name: value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
         for name, value in vars(owner).items()
-        if name not in _PARTS and isinstance(value, torch.Tensor | int | float | str | list | dict | set | deque | None)
+        if name not in _MODULE_ATTRIBUTES
+        and isinstance(value, torch.Tensor | int | float | str | list | dict | set | deque | None)
     }
 
 
 def _differs(one: Any, other: Any) -> bool:  # noqa: ANN401 (any attribute of a module)
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return not torch.equal(one, other)
-    if isinstance(one, list | tuple | deque) and isinstance(other, list | tuple | deque):
-        return len(one) != len(other) or any(map(_differs, one, other))
+    # `repr` alone would leave out the middle of large tensors.
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() != other.keys() or any(_differs(one[key], other[key]) for key in one)
-    # Objects of other kinds are their own: copies of them are others in any case.
-    return isinstance(one, int | float | str | None) and one != other
+    if isinstance(one, list | tuple | deque) and isinstance(other, list | tuple | deque):
+        return len(one) != len(other) or any(map(_differs, one, other))
+    return repr(one) != repr(other)  # other containers may contain tensors, whose comparison is no single bool
 
 
 def _computed_attributes(modules: nn.Module) -> dict[int, torch.Tensor]:
-    """Return copies of tensors that modules have computed and kept, by id, for `deepcopy`, which refuses them.
+    """Return id -> copy of computed tensors that modules keep, as a memo for `deepcopy`, which cannot copy them.
 
     The old `torch.nn.utils.spectral_norm` and `weight_norm` keep the weight of their last forward.
     """

@@ -1,4 +1,4 @@
-"""Measured memory of a step: over time, by purpose, and the free rest."""
+"""Measured memory of a step: over time, by purpose, and how much is left."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -8,34 +8,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.text import Text
-
 from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record, StepRecord
 from anybatch.core.tree import tensors_of
 from anybatch.core.units import HEADROOM, Reserve, describe_reserve, in_bytes
-from anybatch.diagnostics.memory_pictures import MemoryBar, MemoryPicture, draw_memory
+from anybatch.diagnostics.memory_pictures import MemoryPicture, draw_memory, memory_bars
 from anybatch.engine.engine import Engine
 from anybatch.errors import UserError
-from anybatch.memory.counted import Counted, counting_text
-from anybatch.memory.device_memory import MemoryInUse, begin_peak, limit_of, memory_in_use
+from anybatch.memory.device_memory import Counted, MemoryInUse, begin_peak, counting_text, limit_of, memory_in_use
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.trace import MemoryTimeline, timeline
 
 UNSEEN = "not in tensors"
-"""Allocated memory beyond the tensors that were seen: workspaces of kernels, and rounding."""
+"""Allocated memory that no recorded tensor explains: workspaces of kernels, and rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorReport:
     """Counters of torch's CUDA allocator during the recording."""
 
-    peak_bytes: int  # including kernels
-    allocated_bytes: int  # at the moment of the tensors' peak
-    reserved_bytes: int  # by then
-    num_retries: int  # how often a full cache was emptied
-    summary: str = ""  # `torch.cuda.memory_summary()`, if requested
+    peak_bytes: int  # including workspaces of kernels
+    allocated_bytes: int  # at the peak of tensors
+    reserved_bytes: int  # at the peak of tensors
+    num_retries: int  # how often the cache was emptied to allocate again
 
     @property
     def fragmentation(self) -> float:
@@ -43,11 +37,10 @@ class AllocatorReport:
         return 1.0 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
 
     def __str__(self) -> str:
-        """Return the counters in a line, with the summary below."""
+        """Return the counters in a line."""
         retries = f"{self.num_retries:,} retr{'y' if self.num_retries == 1 else 'ies'}"
-        line = f"allocator: {in_bytes(self.reserved_bytes)} reserved at the peak"
-        line += f", {100 * self.fragmentation:.1f}% of it not handed out; {retries}"
-        return f"{line}\n{self.summary}" if self.summary else line
+        reserved = f"{in_bytes(self.reserved_bytes)} reserved at the peak"
+        return f"allocator: {reserved}, {self.fragmentation:.1%} of it not allocated; {retries}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,10 +51,10 @@ class MemoryReport:
         timeline: memory of tensors at each moment, with marks where micro-batches begin.
         device: type and number of the device.
         num_steps: optimizer steps that were recorded.
-        num_samples: samples of the last of them, over all ranks.
-        num_micro_batches: micro-batches that this rank ran for it.
+        num_samples: samples of the last step, over all ranks.
+        num_micro_batches: micro-batches of the last step on this rank.
         limit_bytes: memory of the device; None if unknown.
-        headroom: share of it to keep free.
+        headroom: fraction of the limit to keep free.
         allocator: counters of torch's allocator; None on a CPU.
         decided: the micro-batch size that the engine chose, and why; None if the user gave it.
     """
@@ -99,11 +92,6 @@ class MemoryReport:
         """The part of the limit that the peak leaves free; None without a limit."""
         return None if self.limit_bytes is None else Reserve(self.peak_bytes, self.limit_bytes, self.headroom)
 
-    @property
-    def bar(self) -> MemoryBar:
-        """The peak as a stacked bar."""
-        return MemoryBar(self.at_peak, self.limit_bytes)
-
     def draw(self, path: str | Path) -> None:
         """Draw memory over time.
 
@@ -111,47 +99,42 @@ class MemoryReport:
             path: the file, which ends in .png, .svg or .pdf.
 
         Raises:
-            UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.
-            OSError: it cannot be written.
+            UserError: matplotlib is not installed, or the path does not end in .png, .svg or .pdf.
+            OSError: the file cannot be written.
         """
         left = "" if self.reserve is None else f"; {describe_reserve(self.reserve)}"
         picture = MemoryPicture(
-            title=self._where, below=f"{self._what}{left}", limit_bytes=self.limit_bytes, headroom=self.headroom
+            title=self._peak_text,
+            subtitle=f"{self._steps_text}{left}",
+            limit_bytes=self.limit_bytes,
+            headroom=self.headroom,
         )
         draw_memory(self.timeline, picture, Path(path))
 
     def __str__(self) -> str:
-        """Return the peak, its bar, and the memory left."""
-        return "\n".join(map(str, self._parts()))
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the same for a terminal, with the bar in colours."""
-        yield from (Text(part, overflow="fold") if isinstance(part, str) else part for part in self._parts())
+        """Return the peak, its bars, and the memory left."""
+        operation = self.timeline.operations[self.timeline.peak_moment]
+        lines = [self._steps_text, self._peak_text + f", by {operation}" * bool(operation)]
+        lines += [memory_bars(self.at_peak, self.limit_bytes), counting_text(self.counted)]
+        lines += [] if self.allocator is None else [str(self.allocator)]
+        lines += [] if self.decided is None else [f"decided: micro-batch size: {self.decided}"]
+        reserve = self.reserve
+        if reserve is not None:
+            lines.append(f"{'' if reserve.kept else 'warning: '}{describe_reserve(reserve)}")
+        return "\n".join(lines)
 
     @property
-    def _what(self) -> str:
+    def _steps_text(self) -> str:
         steps = "one step" if self.num_steps == 1 else f"{self.num_steps:,} steps"
         cut = f"{self.num_micro_batches:,} micro-batch{'es' * (self.num_micro_batches != 1)} on this rank"
         return f"{steps} of {self.num_samples:,} samples, {cut}, {self.device}"
 
     @property
-    def _where(self) -> str:
-        course = self.timeline
-        moment = course.peak_moment
-        place = [course.mark_before(moment), course.phases[moment]]
-        named = ", ".join(dict.fromkeys(word for word in place if word))
-        return f"peak {in_bytes(self.peak_bytes)} {self.counted}, in {named}"
-
-    def _parts(self) -> list[str | MemoryBar]:
-        """Return what is printed: lines, with the bar between them."""
-        operation = self.timeline.operations[self.timeline.peak_moment]
-        parts: list[str | MemoryBar] = [self._what, self._where + f", by {operation}" * bool(operation), self.bar]
-        parts += [counting_text(self.counted), *([] if self.allocator is None else [str(self.allocator)])]
-        parts += [] if self.decided is None else [f"decided: micro-batch size: {self.decided}"]
-        reserve = self.reserve
-        if reserve is not None:
-            parts.append(f"{'' if reserve.kept else 'warning: '}{describe_reserve(reserve)}")
-        return parts
+    def _peak_text(self) -> str:
+        moment = self.timeline.peak_moment
+        names = [self.timeline.mark_before(moment), self.timeline.phases[moment]]
+        where = ", ".join(dict.fromkeys(name for name in names if name))
+        return f"peak {in_bytes(self.peak_bytes)} {self.counted}, in {where}"
 
 
 class MemoryRecording:
@@ -163,20 +146,18 @@ class MemoryRecording:
         *,
         limit_bytes: int | None,
         headroom: float,
-        summary: bool,
         allocator: Callable[[], MemoryInUse | None] | None,
     ) -> None:
         self._engine = engine
         self._device = engine.world.device
         self._limit_bytes = limit_of(self._device) if limit_bytes is None else limit_bytes
         self._headroom = headroom
-        self._wants_summary = summary
         self._allocator = allocator
-        self._ledger = MemoryLedger(watcher=self._watch, device_type=self._device.type)
+        self._ledger = MemoryLedger(on_allocation=self._watch, device_type=self._device.type)
         self._seen_bytes = 0
         self._at_peak: MemoryInUse | None = None
         self._retries_before = 0
-        self._handed_out_bytes = 0
+        self._allocated_peak_bytes = 0
         self._loading = 0
         self._last_mark = ""
         self._steps: list[StepRecord] = []
@@ -194,16 +175,16 @@ class MemoryRecording:
         return self._report
 
     def __enter__(self) -> Self:
-        """Register the engine's existing memory, and begin."""
+        """Register the engine's existing memory, and begin to record."""
         self._ledger.phase = "setup"
-        self._hold()
+        self._register_resident()
         if self._allocator is not None:
             begin_peak(self._device)
             now = self._allocator()
             self._retries_before = 0 if now is None else now.num_retries
         # If the ledger cannot be entered, stop observing the engine.
         with ExitStack() as stack:
-            stack.enter_context(self._engine.observed_by(self, self._hold_inputs))
+            stack.enter_context(self._engine.observed_by(self, self._register_inputs))
             stack.enter_context(self._ledger)
             self._stack = stack.pop_all()
         return self
@@ -219,7 +200,7 @@ class MemoryRecording:
         self._ledger.forget()
 
     def observe(self, record: Record, /) -> None:
-        """Follow the step: its phase, and its new permanent memory."""
+        """Set the phase of the step, and register new permanent memory."""
         match record:
             case MicroBatchRecord(event="begin"):
                 self._mark(f"micro-batch {record.position + 1}")
@@ -228,15 +209,15 @@ class MemoryRecording:
             case StepRecord():
                 self._steps.append(record)
                 now = None if self._allocator is None else self._allocator()
-                self._handed_out_bytes = max(self._handed_out_bytes, 0 if now is None else now.peak_bytes)
+                self._allocated_peak_bytes = max(self._allocated_peak_bytes, 0 if now is None else now.peak_bytes)
             case _:
                 return
 
     def _follow(self, record: PhaseRecord) -> None:
-        """Set the phase, which lasts until the next one. The ledger separates forward and backward."""
+        """Set the phase, which lasts until the next phase. The ledger separates forward and backward."""
         begins = record.event == "begin"
         if record.name == "load":
-            # Loading is not counted; the loaded micro-batch is, in `_hold_inputs`.
+            # Memory of loading is not counted; `_register_inputs` counts the loaded micro-batch.
             self._ledger.phase, self._ledger.paused = "setup" if begins else None, begins
             self._loading = record.position or 0
             return
@@ -247,22 +228,22 @@ class MemoryRecording:
             if record.name == "clip":
                 self._mark("update")
         if not begins:
-            self._hold()
+            self._register_resident()
 
-    def _hold(self) -> None:
-        """Register the engine's permanent memory; memory made within a phase is classified at its end."""
+    def _register_resident(self) -> None:
+        """Register the engine's permanent memory; memory allocated within a phase is classified at its end."""
         for category, tensors in self._engine.resident_tensors().items():
-            self._ledger.hold(category, tensors)
+            self._ledger.categorize(category, tensors)
 
-    def _hold_inputs(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
-        """Record a micro-batch, which is loaded now. Memory of the data set, and of loading, is not counted."""
+    def _register_inputs(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
+        """Register a loaded micro-batch. Memory of the data set and of loading is not counted."""
         self._mark(f"micro-batch {self._loading + 1}")
         self._ledger.phase = "setup"
-        self._ledger.hold("inputs", tensors_of(batch))
+        self._ledger.categorize("inputs", tensors_of(batch))
         self._ledger.phase = None
 
     def _mark(self, name: str) -> None:
-        """Mark that something begins, unless it has. A loss across samples runs each micro-batch twice."""
+        """Add a mark unless it is the last one; a loss across samples runs each micro-batch twice."""
         if name != self._last_mark:
             self._ledger.mark(name)
             self._last_mark = name
@@ -292,12 +273,11 @@ class MemoryRecording:
         if at_peak is None or at_peak.reserved_bytes is None or now is None:
             return None
         return AllocatorReport(
-            peak_bytes=self._handed_out_bytes,
+            peak_bytes=self._allocated_peak_bytes,
             allocated_bytes=at_peak.allocated_bytes,
             reserved_bytes=at_peak.reserved_bytes,
-            # The allocator has counted since the process began, and the report is about this recording.
+            # The allocator counts from the start of the process.
             num_retries=now.num_retries - self._retries_before,
-            summary=torch.cuda.memory_summary(self._device) if self._wants_summary else "",
         )
 
 
@@ -306,9 +286,8 @@ def record_memory(
     *,
     limit_bytes: int | None = None,
     headroom: float = HEADROOM,
-    summary: bool = False,
 ) -> MemoryRecording:
-    """Record the memory of the steps in a block, tensor by tensor.
+    """Record the memory of the steps in a `with` block, tensor by tensor.
 
     ```python
     with record_memory(engine) as recording:
@@ -317,21 +296,19 @@ def record_memory(
     recording.report.draw("memory.png")
     ```
 
-    The step is a real one with bitwise the same result, but slower, since every operation is recorded. Temporary memory
-    inside kernels is visible on CUDA devices only, as `not in tensors`. Do not record the first step of an engine,
-    which checks the loss and creates the optimizer's state.
+    A recorded step trains as usual, with bitwise the same result, but is slower. Temporary memory inside kernels is
+    visible on CUDA devices only, as `not in tensors`. Do not record the first step of an engine, which checks the loss
+    and creates the optimizer's state.
 
     Args:
         engine: the engine to record. Its observer still receives records.
-        limit_bytes: available memory; None for the limit of this process on the device, or no limit on a CPU.
-        headroom: share of the limit to keep free.
-        summary: also store `torch.cuda.memory_summary()`.
+        limit_bytes: available memory; None: the limit of this process on the device, or no limit on a CPU.
+        headroom: fraction of the limit to keep free.
     """
     device = engine.world.device
     return MemoryRecording(
         engine,
         limit_bytes=limit_bytes,
         headroom=headroom,
-        summary=summary,
         allocator=partial(memory_in_use, device) if device.type == "cuda" else None,
     )

@@ -1,20 +1,15 @@
-"""Parts for measurements that repeat a step: settings, batches that are loaded once, and steps without a reduction."""
+"""Tools for measurements that repeat a step: settings, batches that are loaded once, and steps without reduction."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-import torch
-from jaxtyping import Float
-from torch import Tensor, nn
-
-from anybatch.core.batch import EffectiveBatch, LaterUnits, Position, Positions, lengths_of, taken
+from anybatch.core.batch import EffectiveBatch, LaterUnits, Position, Positions, lengths_of, select
 from anybatch.core.compatibility import Feature
 from anybatch.core.tree import Batch
 from anybatch.engine.arguments import Hardware, TrainSpec
-from anybatch.parallel.single import Single
-from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn
+from anybatch.parallel.single import LocalSums
+from anybatch.parallel.strategy import Capabilities
 from anybatch.parallel.world import World
 
 
@@ -49,8 +44,7 @@ class CachedBatch:
         return self._layouts[packed]
 
     def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
-        """Yield the micro-batches of a cut; they are loaded again only for a different cut."""
-        # A different micro-batch size gives different micro-batches.
+        """Yield one micro-batch for each unit; load them only if the units differ from the last call's."""
         if self._loaded is None or self._loaded[0] != units:
             self._loaded = units, list(self._batch.feed(units, later_units))
         yield from self._loaded[1]
@@ -62,11 +56,11 @@ class BatchSubset:
     def __init__(self, batch: EffectiveBatch, positions: Positions) -> None:
         self._batch = batch
         self._positions = positions
-        self.sample_ids: Sequence[int] = taken(batch.sample_ids, positions)
+        self.sample_ids: Sequence[int] = select(batch.sample_ids, positions)
         self.seed: int = batch.seed
         self.end: Position = batch.end
         whole = lengths_of(batch)
-        self.lengths = whole and dataclasses.replace(whole, tokens=taken(whole.tokens, positions))
+        self.lengths = whole and dataclasses.replace(whole, tokens=select(whole.tokens, positions))
 
     def in_layout(self, *, packed: bool) -> "BatchSubset":
         """Return the samples padded or packed, if their collate function supports both."""
@@ -75,56 +69,21 @@ class BatchSubset:
 
     def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
         """Yield one micro-batch for each unit."""
-        return self._batch.feed([taken(self._positions, unit) for unit in units], later_units)
+        return self._batch.feed([select(self._positions, unit) for unit in units], later_units)
 
 
-class Unreduced:
-    """Runs a rank's share and sums nothing. For the time that a reduction adds to the same step; it trains wrongly."""
+class Unreduced(LocalSums):
+    """Runs a rank's share without summing over ranks, to measure the time of the reduction; it trains wrongly."""
 
     capabilities = Capabilities(name="unreduced", feature=Feature.ALL_REDUCE, replicas=True)
-
-    def __init__(self) -> None:
-        self._own = Single()
-
-    def prepare(
-        self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
-    ) -> Prepared:
-        """Take the parameters; nothing is wrapped."""
-        return self._own.prepare(modules, model, world, on_reduction)
-
-    def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
-        """Return an empty context."""
-        return self._own.micro_batch(turn)
-
-    def finish_gradients(
-        self, numbers: Float[Tensor, " numbers"]
-    ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
-        """Return the sum of this process."""
-        return self._own.finish_gradients(numbers)
-
-    def place_gradients(self) -> None:
-        """Begin with every `.grad` at None."""
-        self._own.place_gradients()
-
-    def clear_gradients(self) -> None:
-        """Set every `.grad` to None."""
-        self._own.clear_gradients()
-
-    def sum(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the numbers unchanged."""
-        return numbers
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        self._own.close()
 
 
 def without_reduction(micro_batch_size: int | Literal["auto"] | None, world: World) -> Hardware:
     """Return a strategy that runs this rank's share of a step without communication.
 
-    The batch is cut and dealt as with communication, and divided by the count of all ranks. Weights and gradients are
-    not sharded, regardless of the strategy of the step. A loss across samples still gathers the outputs of other ranks.
+    The batch is split as with communication, and losses are divided by the count of all ranks. Weights and gradients
+    are not sharded, for any strategy. A loss across samples still gathers the outputs of other ranks.
     """
-    # A world created directly has no control plane, so it does not communicate.
-    imagined = World(world.rank, world.size, world.device)
-    return Hardware(micro_batch_size=micro_batch_size, strategy=Unreduced(), world=imagined)
+    # A world created directly has no process group for counts and errors, so it does not communicate.
+    local_world = World(world.rank, world.size, world.device)
+    return Hardware(micro_batch_size=micro_batch_size, strategy=Unreduced(), world=local_world)

@@ -1,10 +1,10 @@
-"""Memory over the course of a step as a figure of matplotlib, which is imported here."""
+"""Draws the memory during a step with matplotlib, which is imported here."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import matplotlib as mpl
 import torch
@@ -20,16 +20,14 @@ from anybatch.diagnostics.memory_pictures import MemoryPicture, colours_of
 from anybatch.memory.trace import MemoryTimeline
 
 INK, FAINT, PALE = "#262626", "#8C8C8C", "#595959"
-MOST_COLUMNS = 1_500
+MAX_COLUMNS = 1_500
 """Maximum number of drawn columns; a longer timeline is reduced to the peak of each column."""
-SHOWN_LIMIT = 1.6
-"""A limit above this multiple of the peak is not drawn, because the axis would be mostly empty."""
-LETTER_SHARE = 0.0075
-"""Width of a letter as a share of a strip's width, to omit names that do not fit."""
-MOST_EDGES = 100
-"""Maximum number of pieces that a strip draws with edges; more edges would hide the pieces."""
-TURN = 0.6
-"""The label of a peak to the right of this share of the width is on the left of the peak."""
+MAX_SHOWN_LIMIT = 1.6
+"""A memory limit above this multiple of the peak is not drawn, because the axis would be mostly empty."""
+MAX_MARKS = 10
+"""If a timeline has more marks, none is drawn, because their names would overlap."""
+LABEL_LEFT_BEYOND = 0.6
+"""If the peak is to the right of this fraction of the width, its label is on its left."""
 
 _SETTINGS: Mapping[str, Any] = MappingProxyType(
     {
@@ -62,53 +60,58 @@ _PHASES: Mapping[str, str] = MappingProxyType(
         "update": "#CFE8DC",
     }
 )
-_MARKS = "#FFFFFF", "#EFEFEF"
 
 
-def draw(course: MemoryTimeline, picture: MemoryPicture, path: Path) -> None:
-    """Draw a timeline into a file, independent of the user's matplotlib settings, which are restored."""
+_LegendPosition = Literal["outside right upper", "outside right lower"]
+
+
+def draw(timeline: MemoryTimeline, picture: MemoryPicture, path: Path) -> None:
+    """Draw a timeline into a file, with fixed matplotlib settings; the user's are restored."""
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(cast("Any", _SETTINGS))
-        figure = make_figure(course, picture)
+        figure = make_figure(timeline, picture)
         figure.savefig(path, dpi=160, metadata=dict(_UNDATED[path.suffix.lower()]))
 
 
-def make_figure(course: MemoryTimeline, picture: MemoryPicture) -> Figure:
-    """Return a timeline as a figure: two strips of marks and phases, and the areas below them."""
-    # Not by pyplot, which would keep the figure alive and may open a window.
+def make_figure(timeline: MemoryTimeline, picture: MemoryPicture) -> Figure:
+    """Return a timeline as a figure: a strip of phases, and the areas below it."""
+    # Without pyplot, which would keep the figure alive and may open a window.
     figure = Figure(figsize=(11.0, 5.6), layout="constrained")
-    strips, areas = figure.subplots(2, 1, sharex=True, height_ratios=[0.075, 1.0])
-    unit_bytes, unit = _unit(course.peak_bytes)
-    colours = colours_of(course.categories)
-    moments = highest_moments(course.totals, MOST_COLUMNS)
-    heights = (course.held_bytes[moments].T / unit_bytes).tolist()
+    strip, areas = figure.subplots(2, 1, height_ratios=[0.04, 1.0])
+    unit_bytes, unit = _unit(timeline.peak_bytes)
+    colours = colours_of(timeline.categories)
+    moments = highest_moments(timeline.totals, MAX_COLUMNS)
+    heights = (timeline.held_bytes[moments].T / unit_bytes).tolist()
     # Drawn as steps, because memory is constant between two events.
     areas.stackplot(moments.tolist(), heights, colors=list(colours.values()), step="post", linewidth=0, zorder=2)
-    top = _draw_limit(areas, course, picture, unit_bytes)
-    areas.set_xlim(0, max(1, len(course.phases) - 1))
     # From zero, so that areas are proportional to memory.
-    areas.set_ylim(0, top)
+    areas.set_ylim(0, _draw_limit(areas, timeline, picture, unit_bytes))
     areas.set_ylabel(unit)
     areas.set_xlabel("allocations and frees, in order")
-    areas.tick_params(labelsize=9)
     for axis in (areas.xaxis, areas.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     areas.spines[["top", "right"]].set_visible(False)
     areas.grid(visible=True, axis="y", color="#E6E6E6", linewidth=0.6, zorder=0)
-    _draw_peak(areas, course, unit_bytes)
-    unnamed = _draw_phases(strips, course)
-    _draw_marks(strips, areas, course)
-    _draw_areas_legend(areas, course, colours)
-    _draw_phases_legend(strips, areas, unnamed)
-    _draw_title(strips, picture)
+    _draw_peak(areas, timeline, unit_bytes)
+    _draw_phases(strip, areas, timeline)
+    for axes in (strip, areas):
+        axes.set_xlim(0, max(1, len(timeline.phases) - 1))
+    figure.suptitle(picture.title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    strip.set_title(picture.subtitle, loc="left", fontsize=9.5, color=PALE)
+    # From top to bottom, with the memory of each at the peak.
+    at_peak = timeline.at(timeline.peak_moment)
+    named = {f"{name}\n{in_bytes(at_peak[name])}": colours[name] for name in reversed(timeline.categories)}
+    _draw_legend(figure, "at the peak", named, "outside right upper")
+    phases = {"load" if name == "setup" else name: _PHASES[name] for name in dict.fromkeys(timeline.phases)}
+    _draw_legend(figure, "phase", phases, "outside right lower")
     return figure
 
 
 def highest_moments(totals: Int[Tensor, " moment"], num_columns: int) -> Int[Tensor, " column"]:
-    """Return the moments to draw: all, or both ends and the highest one in each of `num_columns` equal stretches.
+    """Return the moments to draw: all, or both ends and the highest moment of each of `num_columns` equal parts.
 
-    The peak is always among them, and no spike disappears.
+    The peak and all spikes are among them.
     """
     num_moments = len(totals)
     if num_moments <= num_columns:
@@ -119,37 +122,24 @@ def highest_moments(totals: Int[Tensor, " moment"], num_columns: int) -> Int[Ten
     return torch.tensor(sorted({0, *highest, num_moments - 1}))
 
 
-def stretches(names: Sequence[str]) -> list[tuple[int, int, str]]:
+def runs_of_equal_names(names: Sequence[str]) -> list[tuple[int, int, str]]:
     """Return each run of equal names as (begin, end, name)."""
-    borders = [0, *(place for place in range(1, len(names)) if names[place] != names[place - 1]), len(names)]
+    borders = [0, *(index for index in range(1, len(names)) if names[index] != names[index - 1]), len(names)]
     return [(begin, end, names[begin]) for begin, end in pairwise(borders) if begin < end]
 
 
-def _draw_title(strips: Axes, picture: MemoryPicture) -> None:
-    strips.set_title(picture.below, loc="left", fontsize=9.5, color=PALE, pad=8)
-    strips.annotate(
-        picture.title,
-        (0, 1),
-        xycoords="axes fraction",
-        xytext=(0, 26),
-        textcoords="offset points",
-        fontsize=12,
-        fontweight="bold",
-    )
-
-
-def _draw_limit(areas: Axes, course: MemoryTimeline, picture: MemoryPicture, unit_bytes: float) -> float:
+def _draw_limit(areas: Axes, timeline: MemoryTimeline, picture: MemoryPicture, unit_bytes: float) -> float:
     """Draw the memory limit if it is close to the peak, and return the height of the axis."""
-    peak, limit = max(course.peak_bytes, 1), picture.limit_bytes
-    if limit is None or limit > SHOWN_LIMIT * peak:
+    peak, limit = max(timeline.peak_bytes, 1), picture.limit_bytes
+    if limit is None or limit > MAX_SHOWN_LIMIT * peak:
         return 1.16 * peak / unit_bytes
     lines: list[tuple[float, Any, str]] = [(limit, "-", f"limit {in_bytes(limit)}")]
     if picture.headroom:
         lines.append(((1 - picture.headroom) * limit, (0, (4, 3)), f"headroom of {100 * picture.headroom:g}%"))
-    for num_bytes, style, words in lines:
+    for num_bytes, style, label in lines:
         areas.axhline(num_bytes / unit_bytes, color=INK, linewidth=1, linestyle=style, zorder=5)
         areas.annotate(
-            words,
+            label,
             (0, num_bytes / unit_bytes),
             xycoords=areas.get_yaxis_transform(),
             xytext=(5, 3),
@@ -160,16 +150,16 @@ def _draw_limit(areas: Axes, course: MemoryTimeline, picture: MemoryPicture, uni
     return 1.12 * max(limit, peak) / unit_bytes
 
 
-def _draw_peak(areas: Axes, course: MemoryTimeline, unit_bytes: float) -> None:
-    """Mark the peak, with the operation that allocated last."""
-    moment, height = course.peak_moment, course.peak_bytes / unit_bytes
-    words = f"peak {in_bytes(course.peak_bytes)}"
-    if course.operations[moment]:
-        words += f"\n{shortened(course.operations[moment], 44)}"
-    is_late = moment > TURN * len(course.phases)
+def _draw_peak(areas: Axes, timeline: MemoryTimeline, unit_bytes: float) -> None:
+    """Mark the peak, with the operation that allocated last before it."""
+    moment, height = timeline.peak_moment, timeline.peak_bytes / unit_bytes
+    label = f"peak {in_bytes(timeline.peak_bytes)}"
+    if timeline.operations[moment]:
+        label += f"\n{shortened(timeline.operations[moment], 44)}"
+    is_late = moment > LABEL_LEFT_BEYOND * len(timeline.phases)
     areas.plot([moment], [height], "o", color=INK, markersize=5, markeredgecolor="white", clip_on=False, zorder=8)
     areas.annotate(
-        words,
+        label,
         (moment, height),
         xytext=(-8 if is_late else 8, 7),
         textcoords="offset points",
@@ -181,84 +171,27 @@ def _draw_peak(areas: Axes, course: MemoryTimeline, unit_bytes: float) -> None:
     )
 
 
-def _draw_phases(strips: Axes, course: MemoryTimeline) -> list[str]:
-    """Draw the phases as the lower strip; return the phases whose names did not fit."""
-    found = stretches(course.phases)
-    edge = 0.5 if len(found) <= MOST_EDGES else 0.0
-    unnamed: list[str] = []
-    for phase in dict.fromkeys(course.phases):
-        spans = [(begin, end) for begin, end, name in found if name == phase]
-        widths = [(begin, end - begin) for begin, end in spans]
-        strips.broken_barh(widths, (0, 1), facecolor=_PHASES[phase], edgecolor="white", linewidth=edge)
-        if not sum(_label(strips, span, 0.5, _phase_name(phase), len(course.phases)) for span in spans):
-            unnamed.append(phase)
-    return unnamed
+def _draw_phases(strip: Axes, areas: Axes, timeline: MemoryTimeline) -> None:
+    """Draw the phases as a strip, with the marks above the strip and a line through the areas at each mark."""
+    for phase in dict.fromkeys(timeline.phases):
+        widths = [(begin, end - begin) for begin, end, name in runs_of_equal_names(timeline.phases) if name == phase]
+        strip.broken_barh(widths, (0, 1), facecolor=_PHASES[phase])
+    marks = timeline.marks if len(timeline.marks) <= MAX_MARKS else ()
+    for moment, _ in marks:
+        areas.axvline(moment, color="white", linewidth=0.9, alpha=0.75, zorder=3)
+    strip.set_xticks([moment for moment, _ in marks], [name for _, name in marks], fontsize=7.5, ha="left")
+    strip.xaxis.tick_top()
+    strip.set_ylim(0, 1)
+    strip.set_yticks([])
+    strip.spines[:].set_visible(False)
 
 
-def _draw_marks(strips: Axes, areas: Axes, course: MemoryTimeline) -> None:
-    """Draw the marks as the upper strip, with a line through the areas at each."""
-    num_moments, has_edges = len(course.phases), len(course.marks) <= MOST_EDGES
-    ends = [*(place for place, _ in course.marks[1:]), num_moments]
-    for number, ((begin, name), end) in enumerate(zip(course.marks, ends, strict=True)):
-        colour, edge = _MARKS[number % 2], 0.5 if has_edges else 0.0
-        strips.broken_barh([(begin, end - begin)], (1, 1), facecolor=colour, edgecolor="#D0D0D0", linewidth=edge)
-        short = name.rsplit(" ", maxsplit=1)[-1]
-        if not _label(strips, (begin, end), 1.5, name, num_moments) and short.isdecimal():
-            _label(strips, (begin, end), 1.5, short, num_moments)
-        if has_edges:
-            areas.axvline(begin, color="white", linewidth=0.9, alpha=0.75, zorder=3)
-    strips.set_ylim(0, 2 if course.marks else 1)
-    strips.set_yticks([])
-    strips.tick_params(axis="x", length=0, labelbottom=False)
-    strips.spines[:].set_visible(False)
-
-
-def _label(strips: Axes, span: tuple[int, int], height: float, name: str, num_moments: int) -> bool:
-    """Write a name into a stretch of a strip if it fits; return whether it fits."""
-    begin, end = span
-    fits = end - begin >= LETTER_SHARE * (len(name) + 1) * num_moments
-    if fits:
-        strips.text((begin + end) / 2, height, name, ha="center", va="center_baseline", fontsize=7.5, clip_on=True)
-    return fits
-
-
-def _draw_areas_legend(areas: Axes, course: MemoryTimeline, colours: Mapping[str, str]) -> None:
-    """List the areas from top to bottom, with the memory of each at the peak."""
-    at_peak = course.at(course.peak_moment)
-    areas.legend(
-        handles=[
-            Patch(facecolor=colours[name], label=f"{name}\n{in_bytes(at_peak[name])}")
-            for name in reversed(course.categories)
-        ],
-        title="at the peak",
-        loc="upper left",
-        bbox_to_anchor=(1.01, 1.03),
-        labelspacing=0.7,
-        handlelength=1.1,
-        handleheight=1.6,
-        alignment="left",
-    )
-
-
-def _draw_phases_legend(strips: Axes, areas: Axes, phases: Sequence[str]) -> None:
-    """List the phases whose names did not fit into the strip."""
-    if phases:
-        strips.legend(
-            handles=[Patch(facecolor=_PHASES[name], label=_phase_name(name)) for name in phases],
-            title="meanwhile",
-            loc="lower left",
-            bbox_to_anchor=(1.01, -0.03),
-            bbox_transform=areas.transAxes,
-            handlelength=1.1,
-            alignment="left",
-        ).set_in_layout(False)  # the other legend has already reserved this space
-
-
-def _phase_name(phase: str) -> str:
-    return "load" if phase == "setup" else phase
+def _draw_legend(figure: Figure, title: str, colours: Mapping[str, str], position: _LegendPosition) -> None:
+    handles = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
+    figure.legend(handles=handles, title=title, loc=position, labelspacing=0.7, handlelength=1.1, alignment="left")
 
 
 def _unit(num_bytes: int) -> tuple[float, str]:
-    """Return the unit in which a number of bytes has three digits at most, and its name."""
+    """Return the bytes of the unit in which a number of bytes has at most three digits, and its name."""
     name = in_bytes(num_bytes).split()[-1]
     return 1024.0 ** ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB").index(name), name

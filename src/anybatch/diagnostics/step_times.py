@@ -1,7 +1,6 @@
 """The seconds of a step by part, from the records of its phases or from the logs of a finished run."""
 
 import contextlib
-import os
 import statistics
 import time
 from collections import defaultdict
@@ -14,27 +13,24 @@ from typing import Any
 import torch
 
 from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record, ReductionRecord, SpanEvent
-from anybatch.core.units import in_bytes
-from anybatch.errors import UserError
-from anybatch.events.chrome_trace import rank_logs
-from anybatch.events.jsonl import JsonLine, read_jsonl
+from anybatch.events.jsonl import read_jsonl
 
 Clock = Callable[[], float]
 PARTS: Mapping[str, str] = MappingProxyType({"load": "load", "reduce": "reduce", "clip": "update", "update": "update"})
 """The part of a step that each phase belongs to; micro-batches are "compute"."""
-_SCHEDULER = Path("/proc/thread-self/schedstat")
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSeconds:
-    """One step of one rank."""
+    """The seconds of one step on one rank, by part."""
 
     load: float = 0.0  # waiting for the next micro-batch, with copies to the device
     compute: float = 0.0
-    reduce: float = 0.0  # from the end of the last backward until all sums are there
+    reduce: float = 0.0  # from the end of the last backward until all sums have arrived
     update: float = 0.0  # with clipping
     whole: float = 0.0
-    queued: float = 0.0  # ready, without a core; 0 if not reported
+    queued: float = 0.0  # waiting for a core; 0 if the system does not report it
     num_samples: int = 0
     num_messages: int = 0  # collectives that carried gradients
     message_bytes: int = 0
@@ -62,7 +58,7 @@ def slowest(ranks: Sequence[Sequence[RankSeconds]]) -> list[float]:
 
 
 class PhaseClock:
-    """Times the parts of a step; `waits` adds the device's work to its part, which takes overlap away."""
+    """Times the parts of a step. With `waits`, it synchronizes the device after each part, which prevents overlap."""
 
     def __init__(self, device: torch.device, *, waits: bool, clock: Clock = time.perf_counter) -> None:
         self._device = device
@@ -74,19 +70,19 @@ class PhaseClock:
         self._num_samples = 0
 
     def observe(self, record: Record, /) -> None:
-        """Take the time of a record that begins or ends a part."""
+        """Note the time if the record begins or ends a part."""
         match record:
             case ReductionRecord(event="begin", payload="gradients"):
                 self._messages.append(record.num_bytes)
             case MicroBatchRecord():
                 self._num_samples += record.num_samples * (record.event == "begin")
-                self._follow("compute", record.event)
+                self._note_time("compute", record.event)
             case PhaseRecord() if record.name in PARTS:
-                self._follow(PARTS[record.name], record.event)
+                self._note_time(PARTS[record.name], record.event)
             case _:
                 return
 
-    def _follow(self, part: str, event: SpanEvent) -> None:
+    def _note_time(self, part: str, event: SpanEvent) -> None:
         if self._waits:
             torch.accelerator.synchronize(self._device)
         now = self._clock()
@@ -101,9 +97,9 @@ class PhaseClock:
         self._messages.clear()
         self._num_samples = 0
         queued = queued_seconds()
-        begun = self._now()
+        begun = time_after_work(self._device, self._clock)
         step()
-        whole = self._now() - begun
+        whole = time_after_work(self._device, self._clock) - begun
         queued = queued_seconds() - queued
         return RankSeconds(
             **self._seconds,
@@ -114,143 +110,37 @@ class PhaseClock:
             message_bytes=sum(self._messages),
         )
 
-    def _now(self) -> float:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        return self._clock()
+
+def time_after_work(device: torch.device, clock: Clock = time.perf_counter) -> float:
+    """Synchronize the device, so that launched work is complete, and return the time in seconds."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return clock()
 
 
 def queued_seconds() -> float:
-    """Return the seconds that this thread has waited for a core since it began; 0 where the system does not say."""
-    # Three numbers: nanoseconds on a core, nanoseconds in the queue for one, turns.
+    """Return the seconds that this thread has waited for a core so far; 0 if the system does not report them."""
+    # Three numbers: nanoseconds on a core, nanoseconds of waiting for a core, number of time slices.
     with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(_SCHEDULER.read_text().split()[1]) / 1e9
+        return int(_SCHEDSTAT.read_text().split()[1]) / 1e9
     return 0.0
 
 
-_WORTH = 0.1
-_FIRST_STEPS = 1
-_SMALL_MESSAGE, _MANY = 2**18, 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogReport:
-    """The parts of a step of a finished run: medians over its steps. `print(report)` shows it."""
-
-    num_ranks: int
-    num_logs: int  # ranks with a log
-    num_steps: int
-    step: float  # slowest rank
-    waiting: float  # for data, slowest rank, with copies
-    compute: float  # mean over ranks
-    communication: float  # of the last rank to arrive; with one log an upper bound
-    stragglers: float | None  # extra wait of the mean rank; None with one log
-    update: float  # mean over ranks
-    num_messages: int  # gradient collectives per step
-    message_bytes: float  # mean size
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Return part to its share of a step."""
-        parts = {
-            "waiting for data": self.waiting,
-            "compute": self.compute,
-            "communication after the last backward": self.communication,
-            "stragglers": self.stragglers or 0.0,
-            "update": self.update,
-        }
-        return {name: seconds / self.step for name, seconds in parts.items()}
-
-    @property
-    def bottleneck(self) -> str:
-        """The part other than compute that takes most, if it takes a tenth; else empty."""
-        others = {name: share for name, share in self.shares.items() if name != "compute"}
-        name = max(others, key=lambda one: others[one])
-        return name if others[name] >= _WORTH else ""
-
-    def __str__(self) -> str:
-        """Return the table and the verdict."""
-        ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks != 1)}"
-        lines = [f"{self.num_steps} steps, {ranks}, the logs of {self.num_logs}", ""]
-        lines += [f"  {name:<38}{share * self.step * 1e3:>9.1f} ms{share:>7.0%}" for name, share in self.shares.items()]
-        lines.append(f"  {'whole step':<38}{self.step * 1e3:>9.1f} ms")
-        lines += ["", f"bottleneck: {self.bottleneck}. {self._change()}" if self.bottleneck else "no bottleneck."]
-        if self.num_logs < self.num_ranks:
-            lines.append("Without the logs of all ranks, waiting for a straggler counts as communication.")
-        return "\n".join(lines)
-
-    def _change(self) -> str:
-        messages = f"{self.num_messages} messages of {in_bytes(self.message_bytes)} a step"
-        few = self.num_messages >= _MANY and self.message_bytes < _SMALL_MESSAGE
-        return {
-            "waiting for data": "Use more loading workers, or make samples cheaper to load.",
-            "communication after the last backward": f"{messages}: "
-            + ("use larger buckets." if few else "use other buckets, compression, or a larger effective batch."),
-            "stragglers": "Check the host of the rank with the longest compute time.",
-            "update": 'Use strategy="zero1", or a larger effective batch.',
-        }[self.bottleneck]
-
-
-def read_steps(path: str | os.PathLike[str]) -> LogReport:
-    """Read the parts of a run's steps from rank 0's log and the other ranks' logs next to it.
-
-    A log has host times: on an accelerator, asynchronous work shows up where the host waits for it. The run
-    without reduction that `measure_scaling` makes is missing, so only what comes after the last backward counts as
-    communication.
-    """
-    first, *others = rank_logs(path)
-    ranks = [steps for log in (first, *others) if (steps := dict(_steps_of(log)))]
-    common = sorted(set.intersection(*map(set, ranks)) if ranks else ())[_FIRST_STEPS:]
-    if not common:
-        message = f"{first} has fewer than two complete steps; use the log of a longer run."
-        raise UserError(message, code="too_few_steps")
-    per_rank = [[steps[number] for number in common] for steps in ranks]
-    reduces = [[step.reduce for step in steps] for steps in zip(*per_rank, strict=True)]
-    last = statistics.median(map(min, reduces))
-    example = per_rank[0][-1]
-    return LogReport(
-        num_ranks=_num_ranks(first),
-        num_logs=len(ranks),
-        num_steps=len(common),
-        step=statistics.median(slowest(per_rank)),
-        waiting=max(median_of(steps, "load") for steps in per_rank),
-        compute=statistics.fmean(median_of(steps, "compute") for steps in per_rank),
-        communication=last,
-        stragglers=None if len(ranks) == 1 else statistics.median(map(statistics.fmean, reduces)) - last,
-        update=statistics.fmean(median_of(steps, "update") for steps in per_rank),
-        num_messages=example.num_messages,
-        message_bytes=example.message_bytes / max(1, example.num_messages),
-    )
-
-
-def _steps_of(path: Path) -> Iterator[tuple[int, RankSeconds]]:
-    """Yield the host seconds of each finished step with its number; for a repeated step, the last one."""
-    seconds, messages, begun = defaultdict[str, Any](float), list[int](), dict[str, float]()
+def logged_steps(path: Path) -> Iterator[tuple[int, RankSeconds]]:
+    """Yield the samples and the host seconds of each finished step in the log of a rank."""
+    seconds, begun = defaultdict[str, Any](float), dict[str, float]()
     start: float | None = None
     for line in read_jsonl(path):
         kind, now = line.get("kind"), float(line["time_seconds"])
         if kind in ("start", "out_of_memory"):
-            seconds, messages, start = defaultdict(float), [], None
+            seconds, start = defaultdict(float), None
         if kind in ("phase", "micro_batch") and start is None:
             start = now
-        if kind == "reduction" and line["event"] == "begin" and line["payload"] == "gradients":
-            messages.append(int(line["num_bytes"]))
-        part = _part_of(line)
+        part = "compute" if kind == "micro_batch" else PARTS.get(str(line.get("name"))) if kind == "phase" else None
         if part is not None and line["event"] == "begin":
             begun[part] = now
         elif part is not None:
             seconds[part] += now - begun.pop(part, now)
         if kind == "step" and start is not None:
-            sent = {"num_messages": len(messages), "message_bytes": sum(messages)}
-            yield int(line["step"]), RankSeconds(**seconds, **sent, whole=now - start)
-            seconds, messages, start = defaultdict(float), [], None
-
-
-def _part_of(line: JsonLine) -> str | None:
-    if line.get("kind") == "micro_batch":
-        return "compute"
-    return PARTS.get(str(line.get("name"))) if line.get("kind") == "phase" else None
-
-
-def _num_ranks(path: Path) -> int:
-    return next((int(line["world_size"]) for line in read_jsonl(path) if line.get("kind") == "start"), 1)
+            yield int(line["num_samples"]), RankSeconds(**seconds, whole=now - start)
+            seconds, start = defaultdict(float), None

@@ -1,1 +1,1 @@
-"""Runs plans: the hot loop, precision, clipping, evaluation. Knows nothing of files and terminals."""
+"""Runs training steps and evaluations: the hot loop, precision, clipping, updates, saving and resuming."""

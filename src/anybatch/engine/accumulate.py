@@ -1,10 +1,10 @@
-"""The hot loop."""
+"""The loop over the micro-batches of a step, and their random numbers."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from jaxtyping import Float
@@ -14,31 +14,32 @@ from anybatch.core.loss import Loss, TermFactors, returned_count, scaled, withou
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
 from anybatch.core.tensors import widest_dtype
-from anybatch.core.torch_internals import dense_values, multiply_each
 from anybatch.core.tree import Batch
 from anybatch.engine.precision import LossScaler
 from anybatch.errors import LossError
-from anybatch.parallel.local_parts import local_part
 from anybatch.parallel.strategy import Capabilities, Prepared, Strategy, Turn
+
+Rng = Literal["micro_batch", "per_sample"] | None
+_NOTHING = nullcontext()
 
 
 @dataclass(slots=True)
 class Sums:
-    """Contributions of the micro-batches of one rank share, in the order they ran."""
+    """The loss values of a rank's micro-batches, in order, and the counts that the loss function returned."""
 
     contributions: list[tuple[tuple[TermFactors, ...], Sequence[torch.Tensor]]] = field(default_factory=list)
-    late_counts: list["int | float | torch.Tensor"] = field(default_factory=list)
+    returned_counts: list["int | float | torch.Tensor"] = field(default_factory=list)
 
     def totals(self, loss: Loss, device: torch.device) -> Float[Tensor, " numbers"]:
-        """Return this rank's contributions (terms,), or (contribution, count) if the loss function returns counts."""
-        # Sums of many micro-batches lose digits in float32.
+        """Return this rank's sum of each term (terms,), or [sum, count] if the loss function returns counts."""
+        # In float32, sums over many micro-batches lose digits.
         dtype = widest_dtype(device)
         if len(loss.kind.terms) == 1:  # micro-batches with a count of 0 have no value
             columns = [[value for _, values in self.contributions for value in values]]
         else:
             columns = self._columns(len(loss.kind.terms))
-        if loss.kind.brings_count:
-            columns.append([torch.as_tensor(count, device=device, dtype=dtype) for count in self.late_counts])
+        if loss.kind.returns_count:
+            columns.append([torch.as_tensor(count, device=device, dtype=dtype) for count in self.returned_counts])
         sums = [_summed(column, dtype, device) for column in columns]
         return sums[0] if len(sums) == 1 else torch.cat(sums)
 
@@ -55,36 +56,11 @@ class Sums:
 
 
 def _summed(values: list[torch.Tensor], dtype: torch.dtype, device: torch.device) -> Float[Tensor, "1"]:
-    if len(values) == 1:  # a copy, since ranks sum it in place, and observers read this rank's value
+    if len(values) == 1:  # a copy, since the sum over ranks is in place, and observers read this rank's value
         return torch.empty(1, dtype=dtype, device=device).copy_(values[0])
     return (
         torch.stack(values).sum(0, keepdim=True, dtype=dtype) if values else torch.zeros(1, dtype=dtype, device=device)
     )
-
-
-class LateDivision:
-    """Divides by a count that the loss function returned, after all ranks agreed on the step, without allocating.
-
-    Its memory is allocated in advance, when out of memory can still repeat the step on all ranks.
-    """
-
-    def __init__(self, guess: float, device: torch.device, dtype: torch.dtype) -> None:
-        self._guess = guess
-        self._factor = torch.empty(1, dtype=widest_dtype(device), device=device)
-        self._factor_of_gradients = torch.empty((), dtype=dtype, device=device)
-
-    @torch.no_grad()
-    def divide(
-        self, gradients: Sequence[torch.Tensor], totals: Float[Tensor, "2"]
-    ) -> tuple[Float[Tensor, "1"], Float[Tensor, "1"]]:
-        """Divide gradients and the contribution in place; return (contributions, counts), views of `totals`."""
-        contribution, count = totals[:1], totals[1:]
-        # The gradients were already divided by the guess.
-        torch.reciprocal(count, out=self._factor).mul_(self._guess)
-        if gradients:
-            self._factor_of_gradients.copy_(self._factor[0])
-            multiply_each([dense_values(local_part(g)) for g in gradients], self._factor_of_gradients)
-        return contribution.mul_(self._factor), count
 
 
 class MicroBatch(NamedTuple):
@@ -97,45 +73,84 @@ class MicroBatch(NamedTuple):
     key: BatchKey
 
 
-class Audience(Protocol):
-    """Reports micro-batches to observers."""
+class Randomness:
+    """The random numbers of micro-batches. This base class, for `rng=None`, seeds nothing.
 
-    observers: tuple[Any, ...]
+    Attributes:
+        generators: torch's default generators of the CPU and the rank's device.
+        covers_backward: whether a backward must run inside the context of its forward.
+        advances: whether steps advance the caller's generators.
+    """
 
-    def before(self, micro_batch: MicroBatch) -> None:
-        """Report the start of a micro-batch."""
-        ...
+    covers_backward = False
+    advances = True
 
-    def after(self, micro_batch: MicroBatch, contributions: Sequence[torch.Tensor]) -> None:
-        """Report the end of a micro-batch."""
-        ...
+    def __init__(self, device: torch.device) -> None:
+        self.generators = [torch.default_generator]
+        if device.type != "cpu" and (found := getattr(torch.get_device_module(device), "default_generators", None)):
+            self.generators.append(found[device.index or 0])
 
-
-class Randomness(Protocol):
-    """The source of the micro-batches' random numbers, entered for one effective batch."""
-
-    def __enter__(self) -> object: ...
+    def __enter__(self) -> Self:
+        """Begin an effective batch."""
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        return
+
+    def micro_batch(self, micro_batch: MicroBatch) -> AbstractContextManager[object]:  # noqa: ARG002 (subclasses)
+        """Seed the random numbers of one forward and backward; repeating a micro-batch repeats its numbers."""
+        return _NOTHING
+
+    def seed_effective_batch(self, seed: int) -> None:
+        """Seed the numbers that are drawn once for the effective batch, outside of any micro-batch."""
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """Return a context in which another micro-batch may draw random numbers without effect on this one."""
+        return _NOTHING
+
+
+class KeyedRandomness(Randomness):
+    """Seeds torch's generators per micro-batch, and restores the caller's state at the end.
+
+    Only torch's default generators are seeded, so a model that uses Python's or numpy's is not reproducible.
+    """
+
+    advances = False
+
+    def __enter__(self) -> Self:
+        self._states = [generator.get_state() for generator in self.generators]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for generator, state in zip(self.generators, self._states, strict=True):
+            generator.set_state(state)
 
     def micro_batch(self, micro_batch: MicroBatch) -> AbstractContextManager[object]:
-        """Seed the random numbers of one forward and backward; repeating a micro-batch repeats its numbers."""
-        ...
+        """Seed the random numbers of one micro-batch."""
+        # `torch.manual_seed` is a hundred times slower: it visits every kind of device, and keeps a traceback for each
+        # that is not initialised.
+        for generator in self.generators:
+            generator.manual_seed(micro_batch.seed)
+        return _NOTHING
 
-    def whole(self, seed: int) -> None:
-        """Seed the numbers that are drawn once for the effective batch, outside of any micro-batch."""
-        ...
+    def seed_effective_batch(self, seed: int) -> None:
+        """Seed the numbers that are drawn once for the effective batch, which do not depend on the cut."""
+        for generator in self.generators:
+            generator.manual_seed(seed)
 
-    @property
-    def covers_backward(self) -> bool:
-        """Whether a backward must run inside the context of its forward."""
-        ...
-
-    def parked(self) -> AbstractContextManager[object]:
-        """Return a context in which another micro-batch may draw without effect on this one."""
-        ...
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Restore the generators on exit, so that another micro-batch does not change this one's random numbers."""
+        states = [generator.get_state() for generator in self.generators]
+        try:
+            yield
+        finally:
+            for generator, state in zip(self.generators, states, strict=True):
+                generator.set_state(state)
 
 
 Before = Callable[[MicroBatch], None]
@@ -144,19 +159,19 @@ After = Callable[[MicroBatch, Sequence[Float[Tensor, ""]]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopContext:
-    """The parts that the loop uses, put together once, so that running a plan makes no decisions.
+    """The parts that the loop uses, chosen once, so that the loop itself makes no decisions.
 
     Attributes:
         loss: the declared loss.
-        strategy: sums over ranks.
+        strategy: sums gradients over ranks.
         prepared: the model, prepared by the strategy.
-        scaler: scales the loss before its backward, under fp16.
+        scaler: scales the loss before its backward, with fp16.
         autocast: makes the autocast context of a forward.
         forward: makes the context of one micro-batch's forward: autocast, and the set-up of BatchNorm layers.
-        randomness: keys random numbers.
+        randomness: seeds random numbers.
         before: called before each micro-batch.
         after: called after each micro-batch, with its detached contribution to each term.
-        audience: called before and after each micro-batch if it has observers; None for no audience.
+        notifier: a `Notifier`, called before and after each micro-batch if it has observers; None in trial runs.
     """
 
     loss: Loss
@@ -168,32 +183,32 @@ class LoopContext:
     randomness: Randomness
     before: tuple[Before, ...] = ()
     after: tuple[After, ...] = ()
-    audience: Audience | None = None
+    notifier: Any = None
 
     def callbacks(self) -> tuple[tuple[Before, ...], tuple[After, ...]]:
         """Return the functions to call before and after each micro-batch of a step."""
-        audience = self.audience
-        if audience is None or not audience.observers:
+        notifier = self.notifier
+        if notifier is None or not notifier.observers:
             return self.before, self.after
-        return (*self.before, audience.before), (*self.after, audience.after)
+        return (*self.before, notifier.before), (*self.after, notifier.after)
 
 
 def accumulate(context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, Batch]]) -> Sums:
-    """Add up the gradient of one effective batch, micro-batch by micro-batch, exactly.
+    """Add up the exact gradient of one effective batch, micro-batch by micro-batch.
 
-    Equal to one backward of `sum(losses) / count` over all samples of all ranks: every micro-batch's sum is divided by
-    the count of the *whole* effective batch before its backward, and gradients add.
+    It equals that of one backward of `sum(losses) / count` over all samples of all ranks, because every micro-batch's
+    sum is divided by the count of the *whole* effective batch before its backward, and gradients add up.
     """
     call, inputs = context.prepared.call, context.prepared.backward_inputs
     scale = context.scaler.scale if context.scaler.enabled else None
     before, after = context.callbacks()
     sums = Sums()
 
-    # 1. Fetch a micro-batch; its copy to the device overlaps with the previous micro-batch.
+    # 1. Fetch a micro-batch. Its copy to the device has overlapped with the previous micro-batch.
     for micro_batch, batch in micro_batches:
-        for look in before:
-            look(micro_batch)
-        # 2. Forward, divided by the count of the effective batch; reduction starts in the last micro-batch only.
+        for callback in before:
+            callback(micro_batch)
+        # 2. Forward, divided by the count of the effective batch. The reduction over ranks starts in the last backward.
         with context.randomness.micro_batch(micro_batch), context.strategy.micro_batch(micro_batch.turn):
             with context.forward(micro_batch):
                 terms = call(forward_of(context.loss, micro_batch, sums), batch)
@@ -203,16 +218,16 @@ def accumulate(context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, B
                 torch.autograd.backward(total if scale is None else scale(total), inputs=inputs)
             else:
                 _refuse_constant(total, context.strategy.capabilities)
-        # 4. Save the contributions for the report, on the device.
+        # 4. Keep the loss values for the report, on the device.
         contributions = [term.detach() for term in terms]
         sums.contributions.append((micro_batch.factors, contributions))
-        for note in after:
-            note(micro_batch, contributions)
+        for observe in after:
+            observe(micro_batch, contributions)
     return sums
 
 
 def _refuse_constant(total: Float[Tensor, ""], needs: Capabilities) -> None:
-    """Raise a `LossError` for a loss without a graph, except for a zero, which adds nothing to the gradient."""
+    """Raise a `LossError` for a loss without a graph. A zero is allowed if the strategy needs no backward."""
     if not torch.is_grad_enabled() or bool(total != 0):
         raise without_graph()
     if needs.lockstep or needs.prepares_in_forward:
@@ -232,7 +247,7 @@ def forward_of(loss: Loss, micro_batch: MicroBatch, sums: Sums) -> Callable[[obj
             output = loss.function(model, batch)
         except Exception as error:
             samples = f"samples {unit.start} to {unit.stop - 1} of the effective batch"
-            error.add_note(f"anybatch: in the loss function, on {samples} (its micro-batch {unit.number}, from 0 on).")
+            error.add_note(f"anybatch: in the loss function, on {samples} (micro-batch {unit.number}, counted from 0).")
             if isinstance(batch, list) and batch and isinstance(batch[0], Mapping | tuple):
                 error.add_note(
                     f"anybatch: the batch is a list of {len(batch)} samples. For a dict of tensors, collate it first: "
@@ -240,8 +255,8 @@ def forward_of(loss: Loss, micro_batch: MicroBatch, sums: Sums) -> Callable[[obj
                 )
             raise
         terms = scaled(loss, output, factors)
-        if loss.kind.brings_count and factors[0].of_sum:  # 0 for a filler unit
-            sums.late_counts.append(returned_count(output))
+        if loss.kind.returns_count and factors[0].of_sum:  # 0 for a filler, a micro-batch that only keeps ranks in step
+            sums.returned_counts.append(returned_count(output))
         return terms
 
     return compute_terms

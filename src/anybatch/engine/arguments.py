@@ -1,42 +1,40 @@
-"""The arguments of an engine: `TrainSpec` for the training, `Hardware` for devices and cuts, and their checks."""
+"""The arguments of an engine and their checks: `TrainSpec` for training, `Hardware` for devices and micro-batches."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core.compatibility import Feature, refuse_compositions
-from anybatch.core.geometry import Sizes, checked_int, is_number, refuse_unless
+from anybatch.core.compatibility import Feature, PrecisionName, refuse_compositions
+from anybatch.core.geometry import Sizes, checked_int, refuse_unless
+from anybatch.core.gradient_noise import GradientNoise
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.records import Observer
-from anybatch.core.run_config import PrecisionName
+from anybatch.core.spikes import SpikeAction, SpikeWatch, spike_watch
 from anybatch.core.splitting import CutConstraints, Deal
 from anybatch.core.tensors import is_low_precision
-from anybatch.core.torch_internals import BatchNormBase
-from anybatch.engine.accumulate import Randomness
+from anybatch.core.torch_internals import BatchNormBase, DropoutBase, is_compiled
+from anybatch.engine.accumulate import KeyedRandomness, Randomness, Rng
 from anybatch.engine.batch_norm import policy_for, refuse_policy
 from anybatch.engine.bf16_weights import Bf16Weights, refuse_bf16_weights
 from anybatch.engine.forward_state import BufferUpdate, BufferUpdates
-from anybatch.engine.gradient_noise import GradientNoise, refuse_noise
 from anybatch.engine.micro_batch_size.sizes import MicroBatchSize, RunSizes
-from anybatch.engine.per_sample_dropout import PerSample
 from anybatch.engine.precision import OptimizerFunction, autocast
-from anybatch.engine.rng import Rng, choose_randomness
 from anybatch.engine.schedule import Scheduler, SchedulerFunction
-from anybatch.engine.spike_watch import SpikeAction, SpikeWatch, spike_watch
-from anybatch.engine.step_guard import refuse_accumulation_hooks
+from anybatch.engine.step_guard import refuse_accumulation_hooks, refuse_hooks_on_shards
 from anybatch.engine.strategy_choice import choose, with_device_bytes
-from anybatch.engine.torch_internals import DropoutBase, is_compiled
-from anybatch.engine.updater import ClipArgument, ClipPolicy, clip_policy
+from anybatch.engine.updater import refuse_clip
 from anybatch.engine.user_code import Model, captured_parameters
 from anybatch.errors import CompositionError, ParameterError, UserError
 from anybatch.norms import Policy, PolicyName
 from anybatch.norms.layers import batch_norms
+from anybatch.norms.policies import constraints_of
 from anybatch.parallel.replicas import already_sharded, refuse_misplaced
 from anybatch.parallel.strategy import Capabilities, Strategy, trainable
 from anybatch.parallel.world import World
@@ -44,30 +42,10 @@ from anybatch.parallel.world import World
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainSpec:
-    """All arguments that determine the numerical result, and none that depend on hardware.
+    """The arguments of `Engine` that determine the numerical result, with the same defaults; none depends on hardware.
 
-    Functions that build the training several times (in float64, on the meta device, once per strategy) take a function
+    Some functions train several times (in float64, on the meta device, once per strategy). They take a function
     () -> TrainSpec, which creates a new model and optimizer in each call.
-
-    Args:
-        model: the module to train, or a dict of named modules.
-        optimizer: a torch optimizer over its parameters, or a function `named_parameters -> optimizer`.
-        loss: a declared loss, or a function of (model, batch).
-        effective_batch_size: samples per optimizer step over all ranks; None: the size of each batch.
-        precision: "fp32" (the model's own types), "bf16" or "fp16" autocast.
-        bf16_weights: how bf16 weights are updated if the optimizer is a function: float32 copies ("copied"), their
-            lower 16 bits ("split"), or stochastic rounding ("stochastic").
-        scheduler: a torch scheduler, or a function `optimizer -> scheduler`.
-        clip: maximum gradient norm, a clipping policy, or one per parameter group of the optimizer.
-        measure_gradient_norm: measure the gradient's norm in every step.
-        noise: measure the noise of the gradient; None: do not measure it.
-        average_decay: decay of an exponential moving average of the weights; None: no average.
-        norms: policy for BatchNorm in train mode; None: "keep", with a warning if the gradient depends on the cut.
-        buffers: by name or pattern, how to combine buffers that a forward updates; None: updated one after the other.
-        rng: how the model's random numbers are seeded.
-        check_loss: compare the loss with its declaration in the first step.
-        seed: seed of all random numbers; None: the seed of the data.
-        spikes: action after a spike in the loss or gradient norm; None: none.
     """
 
     model: Model
@@ -77,7 +55,7 @@ class TrainSpec:
     precision: PrecisionName = "fp32"
     bf16_weights: Bf16Weights = "copied"
     scheduler: Scheduler | SchedulerFunction | None = None
-    clip: ClipArgument = None
+    clip: float | None = None
     measure_gradient_norm: bool = True
     noise: GradientNoise | None = None
     average_decay: float | None = None
@@ -91,16 +69,7 @@ class TrainSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Hardware:
-    """The devices, and how a step is cut; the gradient does not depend on them.
-
-    Args:
-        micro_batch_size: maximum number of samples per forward and backward; "auto" or an `Auto` determines it on the
-            first batch, and a `TokenBudget` cuts by length.
-        accumulation_steps: micro-batches per rank and step, of nearly equal size, instead of a micro-batch size.
-        deal: "balanced" or "fixed".
-        strategy: the name of a registered strategy, "auto", or a strategy object.
-        world: the ranks; None: from the environment.
-    """
+    """The arguments of `Engine` for devices and micro-batches, with the same defaults; none changes the gradient."""
 
     micro_batch_size: MicroBatchSize = "auto"
     accumulation_steps: int | None = None
@@ -110,64 +79,53 @@ class Hardware:
 
 
 Features = Mapping[Feature, str]
-"""The features of a run, each with its origin as text, which may be empty."""
+"""The features of a run, each with a text about its origin, such as the module's name; the text may be empty."""
 
-_IN_PIECES = {"split": Feature.SPLIT_WEIGHTS, "stochastic": Feature.ROUNDED_WEIGHTS}
+_BF16_UPDATES = {"split": Feature.SPLIT_WEIGHTS, "stochastic": Feature.ROUNDED_WEIGHTS}
 _DROPOUTS = {
     "micro_batch": Feature.DROPOUT_KEYED,
     "per_sample": Feature.DROPOUT_PER_SAMPLE,
     None: Feature.DROPOUT_UNKEYED,
 }
 _OPTIMIZER = "a torch optimizer, or a function such as lambda named_parameters: torch.optim.AdamW(named_parameters)"
-_CLIP = "the largest gradient norm as a number, ClipByNorm, ClipByValue, a list of these for each group, or None"
 _OBSERVER = "an object with a method observe(record), such as ab.JsonlLog(path); for several: Observers(first, second)"
 
 
 def refuse_wrong_types(spec: TrainSpec, hardware: Hardware, observer: Observer | None) -> None:
     """Refuse arguments of a wrong type; values are checked later."""
     if spec.seed is not None:
-        checked_int("seed", spec.seed, least=None)
-    world, strategy = hardware.world, hardware.strategy
-    observes = callable(getattr(observer, "observe", None)) and not isinstance(observer, type)
-    for is_valid, name, value, expected in (
-        (isinstance(spec.optimizer, Optimizer) or callable(spec.optimizer), "optimizer", spec.optimizer, _OPTIMIZER),
-        (not isinstance(spec.clip, (str, bytes, bool, Mapping)), "clip", spec.clip, _CLIP),
-        (_is_flag(spec.measure_gradient_norm), "measure_gradient_norm", spec.measure_gradient_norm, "True or False"),
-        (_is_flag(spec.check_loss), "check_loss", spec.check_loss, "True or False"),
-        (spec.noise is None or isinstance(spec.noise, GradientNoise), "noise", spec.noise, "a GradientNoise, or None"),
-        (
-            spec.average_decay is None or is_number(spec.average_decay),
-            "average_decay",
-            spec.average_decay,
-            "a number between 0 and 1, or None",
-        ),
-        (spec.buffers is None or isinstance(spec.buffers, Mapping), "buffers", spec.buffers, "a dict, or None"),
-        (_is_word(spec.precision), "precision", spec.precision, "one of 'fp32', 'bf16' and 'fp16'"),
-        (_is_word(spec.bf16_weights), "bf16_weights", spec.bf16_weights, "'copied', 'split' or 'stochastic'"),
-        (_is_word(hardware.deal), "deal", hardware.deal, "'balanced' or 'fixed'"),
-        (
-            isinstance(strategy, str) or (hasattr(strategy, "capabilities") and not isinstance(strategy, type)),
-            "strategy",
-            strategy,
-            "a name such as 'ddp', 'auto', or a strategy object",
-        ),
-        (world is None or isinstance(world, World), "world", world, "an ab.World, or None"),
-        (observer is None or observes, "observer", observer, _OBSERVER),
-    ):
-        refuse_unless(is_valid, name, value, expected)
-
-
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_word(value: object) -> bool:
-    return isinstance(value, str)
+        checked_int("seed", spec.seed, minimum=None)
+    refuse_clip(spec.clip)
+    optimizer, world, strategy = spec.optimizer, hardware.world, hardware.strategy
+    options: tuple[tuple[str, object, tuple[str, ...]], ...] = (
+        ("precision", spec.precision, get_args(PrecisionName)),
+        ("bf16_weights", spec.bf16_weights, get_args(Bf16Weights)),
+        ("deal", hardware.deal, get_args(Deal)),
+    )
+    for name, value, choices in options:
+        refuse_unless(isinstance(value, str), name, value, f"one of {', '.join(map(repr, choices))}")
+        if value not in choices:
+            message = f"{name}={value!r} must be one of {', '.join(map(repr, choices))}."
+            raise UserError(message, code="unknown_word")
+    is_observer = callable(getattr(observer, "observe", None)) and not isinstance(observer, type)
+    is_strategy = isinstance(strategy, str) or (hasattr(strategy, "capabilities") and not isinstance(strategy, type))
+    refuse_unless(isinstance(optimizer, Optimizer) or callable(optimizer), "optimizer", optimizer, _OPTIMIZER)
+    refuse_unless(observer is None or is_observer, "observer", observer, _OBSERVER)
+    refuse_unless(is_strategy, "strategy", strategy, "a name such as 'ddp', 'auto', or a strategy object")
+    kinds: tuple[tuple[str, object, Any, str], ...] = (
+        ("measure_gradient_norm", spec.measure_gradient_norm, bool, "True or False"),
+        ("check_loss", spec.check_loss, bool, "True or False"),
+        ("average_decay", spec.average_decay, float | int | None, "a number between 0 and 1, or None"),
+        ("buffers", spec.buffers, Mapping | None, "a dict, or None"),
+        ("world", world, World | None, "an ab.World, or None"),
+    )
+    for name, value, kind, expected in kinds:
+        refuse_unless(isinstance(value, kind), name, value, expected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedArguments:
-    """Checked arguments, and values derived from them."""
+    """Checked arguments, and values computed from them."""
 
     spec: TrainSpec
     loss: Loss
@@ -175,7 +133,6 @@ class CheckedArguments:
     world: World
     strategy: Strategy
     strategy_reason: str
-    clip: ClipPolicy | None
     autocast: Callable[..., AbstractContextManager[object]]
     randomness: Randomness
     norm_policy: Policy
@@ -190,14 +147,13 @@ def check_arguments(
     spec: TrainSpec, hardware: Hardware, loss: Loss, modules: nn.Module, world: World
 ) -> CheckedArguments:
     """Refuse arguments that cannot work, and return the checked ones."""
-    # Before a strategy replaces parameters, which drops their hooks.
+    # Before a strategy replaces parameters, which removes their hooks.
     refuse_accumulation_hooks(trainable(modules))
     world = with_device_bytes(world)
-    clip = clip_policy(spec.clip)
     make_autocast = autocast(spec.precision, world.device)
-    randomness = choose_randomness(spec.rng, modules, world.device)
+    randomness = _randomness(spec.rng, modules, world.device)
     policy = policy_for(spec.norms, modules, world.size)
-    constraints = policy.constraints(has_layers=bool(batch_norms(modules)), world_size=world.size)
+    constraints = constraints_of(policy, has_layers=bool(batch_norms(modules)), world_size=world.size)
     make_sizes = partial(
         RunSizes,
         world,
@@ -207,27 +163,33 @@ def check_arguments(
         deal=hardware.deal,
     )
     features = features_of(spec, modules, loss, sizes=make_sizes().sizes, deal=hardware.deal, policy=policy)
-    composes = partial(_composes, features, spec, modules, world)
-    choice = choose(hardware.strategy, spec.optimizer, modules, world, composes, bf16_weights=spec.bf16_weights)
-    strategy, needs = choice.strategy, choice.strategy.capabilities
-    refuse_misplaced(modules, needs, world, spec.precision)
+    is_allowed = partial(_is_allowed, features, spec, modules, world)
+    strategy, reason = choose(
+        hardware.strategy, spec.optimizer, modules, world, is_allowed, bf16_weights=spec.bf16_weights
+    )
+    needs = strategy.capabilities
+    refuse_misplaced(modules, needs)
     refuse_features(features, spec.optimizer, needs, world, already_sharded=already_sharded(modules))
     refuse_bf16_weights(spec.bf16_weights, modules, spec.optimizer, needs)
     _refuse_captured(loss, modules, needs)
-    # Cuts must satisfy the policy and the strategy; BatchNorm layers use the constraints of the policy only.
+    if needs.replaces_parameters:
+        refuse_hooks_on_shards(trainable(modules))
+    # Micro-batches must satisfy the BatchNorm policy and the strategy; BatchNorm layers use the policy's constraints.
     sizes = make_sizes(constraints=constraints | needs.constraints)
     refuse_policy(policy, modules, constraints, needs, searches=_must_search(sizes, hardware))
     buffers = BufferUpdates(spec.buffers or {}, modules, strategy, world)
     buffers.refuse_with(loss, constraints, needs)
-    refuse_noise(spec.noise, loss, features, world)
+    if spec.noise is not None:
+        from anybatch.engine.gradient_noise import refuse_noise  # noqa: PLC0415 (few runs measure it)
+
+        refuse_noise(spec.noise, loss, features)
     return CheckedArguments(
         spec=spec,
         loss=loss,
         modules=modules,
         world=world,
         strategy=strategy,
-        strategy_reason=choice.reason,
-        clip=clip,
+        strategy_reason=reason,
         autocast=make_autocast,
         randomness=randomness,
         norm_policy=policy,
@@ -235,25 +197,39 @@ def check_arguments(
         buffer_updates=buffers,
         sizes=sizes,
         features=features,
-        spikes=spike_watch(spec.spikes),
+        spikes=None if spec.spikes is None else spike_watch(spec.spikes),
     )
 
 
+def _randomness(rng: Rng, modules: nn.Module, device: torch.device) -> Randomness:
+    """Return the source of the micro-batches' random numbers."""
+    if rng is None:
+        return Randomness(device)
+    if rng == "micro_batch":
+        return KeyedRandomness(device)
+    if rng == "per_sample":
+        from anybatch.engine.per_sample_dropout import SampleRandomness  # noqa: PLC0415 (few runs need it)
+
+        return SampleRandomness(modules, device)
+    message = f"{rng=} must be 'micro_batch', 'per_sample' or None."
+    raise UserError(message)
+
+
 def _refuse_captured(loss: Loss, modules: nn.Module, needs: Capabilities) -> None:
-    """Refuse parameters of the model in a loss function if the strategy replaces them."""
+    """Refuse a loss function that uses the model's parameters directly, if the strategy replaces the parameters."""
     names = {id(parameter): name for name, parameter in modules.named_parameters() if parameter.dim()}
-    for held, parameter in captured_parameters(loss).items() if needs.replaces_parameters else ():
+    for variable, parameter in captured_parameters(loss).items() if needs.replaces_parameters else ():
         if id(parameter) in names:
             name = names[id(parameter)]
             message = (
-                f"the loss function holds parameter {name!r} (as {held!r}), but strategy {needs.name!r} replaces it "
+                f"the loss function uses parameter {name!r} (as {variable!r}), but strategy {needs.name!r} replaces it "
                 f"in the model. The loss would use the old weight, which is not trained. Read model.{name} inside the "
                 "function, or use strategy='zero1'."
             )
             raise ParameterError(message)
 
 
-def _composes(
+def _is_allowed(
     features: Features, spec: TrainSpec, modules: nn.Module, world: World, capabilities: Capabilities
 ) -> bool:
     try:
@@ -265,57 +241,54 @@ def _composes(
 
 
 def _must_search(sizes: RunSizes, hardware: Hardware) -> bool:
-    return sizes.is_auto and hardware.accumulation_steps is None and sizes.may_run_out
+    return sizes.is_auto and hardware.accumulation_steps is None and sizes.raises_out_of_memory
 
 
 def features_of(
     spec: TrainSpec, modules: nn.Module, loss: Loss, *, sizes: Sizes, deal: Deal, policy: Policy
 ) -> dict[Feature, str]:
-    """Return the features in the composition table's entries that follow from a run's spec, modules and options.
+    """Return the features of a run that the table of combinations (`core/compatibility.py`) has.
 
     Features that appear only in a forward are missing: activation checkpointing, functions such as `F.dropout`.
     """
-    if deal not in get_args(Deal):
-        message = f"{deal=} must be one of {', '.join(map(repr, get_args(Deal)))}."
-        raise UserError(message)
-    found = {
+    features = {
         loss.kind.feature: "",
         **_features_of_parameters(spec, modules),
         **_features_of_layers(spec, modules, loss),
     }
     if spec.precision == "fp16":
-        found[Feature.FP16] = ""
+        features[Feature.FP16] = ""
     if deal == "fixed":
-        found[Feature.FIXED] = ""
+        features[Feature.FIXED] = ""
     if sizes.micro_batch_tokens is not None:
-        found[Feature.TOKEN_BUDGET] = f"{sizes.micro_batch_tokens} tokens"
+        features[Feature.TOKEN_BUDGET] = f"{sizes.micro_batch_tokens} tokens"
     if policy.feature is not None:
-        found[policy.feature] = ""
-    return found
+        features[policy.feature] = ""
+    return features
 
 
 def _features_of_layers(spec: TrainSpec, modules: nn.Module, loss: Loss) -> dict[Feature, str]:
-    found: dict[Feature, str] = {}
-    dropout = Feature.DROPOUT_PER_SAMPLE if isinstance(spec.rng, PerSample) else _DROPOUTS[spec.rng]
-    # Functions such as F.dropout cannot be detected.
+    features: dict[Feature, str] = {}
+    dropout = _DROPOUTS[spec.rng]
+    # Without a look at layers, since functions such as F.dropout cannot be detected.
     if dropout is Feature.DROPOUT_PER_SAMPLE:
-        found[dropout] = ""
+        features[dropout] = ""
     elif spec.rng is None and loss.kind.feature is Feature.JOINT:
-        found[dropout] = "or any other random function"
+        features[dropout] = "or any other random function"
     layers = {
         Feature.BATCH_NORM: lambda module: isinstance(module, BatchNormBase) and module.training,
         dropout: lambda module: isinstance(module, DropoutBase) and module.training and module.p > 0,
         Feature.COMPILED: is_compiled,
     }
-    for feature, shows in layers.items():
-        first = next((name for name, module in modules.named_modules() if shows(module)), None)
+    for feature, has_feature in layers.items():
+        first = next((name for name, module in modules.named_modules() if has_feature(module)), None)
         if first is not None:
-            found[feature] = f"module {first!r}" if first else "the model itself"
-    return found
+            features[feature] = f"module {first!r}" if first else "the model itself"
+    return features
 
 
 def features_of_ranks(capabilities: Capabilities, world: World) -> dict[Feature, str]:
-    """Return the features of strategy and ranks; empty if the strategy is not in the table."""
+    """Return the features of strategy and ranks; empty if the strategy is not in the table of combinations."""
     strategy = capabilities.feature
     if strategy is None:
         return {}
@@ -336,48 +309,48 @@ def refuse_features(
     *,
     already_sharded: bool = False,
 ) -> None:
-    """Refuse combinations that do not compose, and features that the strategy, with these `needs`, does not support.
+    """Refuse features that cannot be combined, and features that the strategy with these capabilities does not support.
 
     A model that is `already_sharded` keeps its parameters under any strategy.
     """
     refuse_compositions({**features_of_ranks(needs, world), **features})
     if needs.replaces_parameters and not already_sharded and isinstance(optimizer, Optimizer):
         message = (
-            f"strategy {needs.name!r} creates new parameters, but this {type(optimizer).__name__} holds the old ones. "
-            "Its steps would change nothing. Pass a function instead: "
+            f"strategy {needs.name!r} creates new parameters, but this {type(optimizer).__name__} has the old ones, "
+            "so its steps would not change the model. Pass a function instead: "
             f"optimizer=lambda named: torch.optim.{type(optimizer).__name__}(named, lr=...)."
         )
         raise CompositionError(message)
-    for able, feature, instead in (
+    for is_supported, feature, instead in (
         (needs.sparse_gradients, Feature.SPARSE, "Build the module with sparse=False"),
         (needs.float32_accumulation, Feature.LOW_PARAMETERS, "Use float32 parameters with precision='bf16'"),
     ):
-        if not able and feature in features:
+        if not is_supported and feature in features:
             message = (
-                f"strategy {needs.name!r} does not support {feature.says} ({features[feature]}). {instead}, "
+                f"strategy {needs.name!r} does not support {feature.label} ({features[feature]}). {instead}, "
                 "or use another strategy."
             )
             raise CompositionError(message)
 
 
 def _features_of_parameters(spec: TrainSpec, modules: nn.Module) -> dict[Feature, str]:
-    own = trainable(modules)
-    low = next((name for name, parameter in own.items() if is_low_precision(parameter)), None)
+    parameters = trainable(modules)
+    low = next((name for name, parameter in parameters.items() if is_low_precision(parameter)), None)
     sparse = next((name for name, module in modules.named_modules() if _has_sparse_gradients(module)), None)
-    found: dict[Feature, str] = {}
+    features: dict[Feature, str] = {}
     if low is None:
-        found[Feature.WIDE_PARAMETERS] = ""
+        features[Feature.WIDE_PARAMETERS] = ""
     else:
-        found[Feature.LOW_PARAMETERS] = f"{low!r} is {own[low].dtype}"
-    if spec.bf16_weights in _IN_PIECES:
-        found[_IN_PIECES[spec.bf16_weights]] = ""
+        features[Feature.LOW_PARAMETERS] = f"{low!r} is {parameters[low].dtype}"
+    if spec.bf16_weights in _BF16_UPDATES:
+        features[_BF16_UPDATES[spec.bf16_weights]] = ""
     elif low is None:
-        found[Feature.DIRECT] = ""
+        features[Feature.DIRECT] = ""
     else:
-        found[Feature.CAST if isinstance(spec.optimizer, Optimizer) else Feature.MASTER_WEIGHTS] = ""
+        features[Feature.CAST if isinstance(spec.optimizer, Optimizer) else Feature.MASTER_WEIGHTS] = ""
     if sparse is not None:
-        found[Feature.SPARSE] = f"module {sparse!r} has sparse=True"
-    return found
+        features[Feature.SPARSE] = f"module {sparse!r} has sparse=True"
+    return features
 
 
 def _has_sparse_gradients(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Runs effective batches under a BatchNorm policy, and normalises inside the model's layers."""
+"""Run effective batches with a BatchNorm policy (`norms=`): the engine normalises instead of the model's layers."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,10 +11,9 @@ from torch.nn import functional as F
 from anybatch.core.compatibility import Feature, refusal
 from anybatch.core.loss import without_graph
 from anybatch.core.splitting import CutConstraints, Unit, group_sizes
-from anybatch.core.torch_internals import InstanceNormBase
+from anybatch.core.torch_internals import active_dispatch_modes, is_in_checkpoint
 from anybatch.core.tree import Batch
 from anybatch.engine.accumulate import LoopContext, MicroBatch, Sums, accumulate, forward_of
-from anybatch.engine.torch_internals import active_dispatch_modes, is_in_checkpoint
 from anybatch.errors import BatchSizeError, CompositionError
 from anybatch.norms import Exact, Freeze, Policy, PolicyName, policy_of
 from anybatch.norms.exact import (
@@ -29,11 +28,10 @@ from anybatch.norms.exact import (
 from anybatch.norms.layers import Ranks, batch_norms, refuse_unfit_layers, tracking_layers
 from anybatch.norms.running_statistics import (
     BufferReader,
-    MergedStatistics,
     PartialStatistics,
     RunningStatistics,
+    Statistics,
     merge_statistics,
-    momentum_of_one,
     normalise_with,
     partial_statistics,
 )
@@ -53,31 +51,33 @@ def accumulate_together(
     ranks: Ranks,
     offload: bool | None,
 ) -> Sums:
-    """Add up the gradient of one effective batch whose BatchNorm layers use the statistics of all of it, exactly.
+    """Add up the gradient of one effective batch whose BatchNorm layers use the statistics of the whole batch.
 
-    Equal to one forward and backward over all samples of all ranks: each micro-batch runs its forward up to a BatchNorm
-    layer and waits there. When all have arrived, their statistics are merged, also over ranks, and they continue.
-    Merging is differentiable, so all forwards form one graph with one backward.
+    It equals that of one forward and backward over all samples of all ranks. Each micro-batch runs its forward up to a
+    BatchNorm layer and waits there. When all micro-batches have reached the layer, their statistics are merged, also
+    over ranks, and all continue. Merging is differentiable, so all forwards form one graph with one backward.
     """
-    micro_batches = _without_fillers(list(micro_batches))
+    micro_batches = list(micro_batches)
+    # Without fillers (of weight 0), except one on a rank that has only fillers, since every rank must take part.
+    micro_batches = [micro_batch for micro_batch in micro_batches if micro_batch[0].unit.weight] or micro_batches[:1]
     device = statistics.device
     store = None
     if device.type != "cpu" if offload is None else offload:
         store = HostStore(context.prepared.parameters.values())
-    # One for each forward, since forwards are interleaved; they are joined in the order of the micro-batches.
+    # One for each forward, since forwards are interleaved; joined later in the order of the micro-batches.
     sums = [Sums() for _ in micro_batches]
     merging = _Merging(statistics, ranks, device)
-    # torch keeps this state per thread, and each forward runs in a separate thread.
+    # torch has this state per thread, and each forward runs in a separate thread.
     thread_state = _ThreadState(device)
 
     before, after = context.callbacks()
 
-    def forward_of_one(number: int) -> Callable[[Exchange[_Contribution, MergedStatistics]], Terms]:
+    def forward_of_one(number: int) -> Callable[[Exchange], Terms]:
         micro_batch, batch = micro_batches[number]
 
-        def run(exchange: Exchange[_Contribution, MergedStatistics]) -> Terms:
-            for look in before:
-                look(micro_batch)
+        def run(exchange: Exchange) -> Terms:
+            for callback in before:
+                callback(micro_batch)
             together = interceptor.in_this_thread(
                 lambda call: _normalise(call, exchange, counts=micro_batch.unit.weight > 0)
             )
@@ -88,8 +88,8 @@ def accumulate_together(
                 terms: Terms = context.prepared.call(forward, batch)
             contributions = [term.detach() for term in terms]
             sums[number].contributions.append((micro_batch.factors, contributions))
-            for note in after:
-                note(micro_batch, contributions)
+            for observe in after:
+                observe(micro_batch, contributions)
             return terms
 
         return run
@@ -97,28 +97,30 @@ def accumulate_together(
     # Gradients are reduced after the backward, not during it, when the layers' statistics are summed.
     with context.strategy.micro_batch(Turn(first=True, last=False)):
         with statistics.forward(counts=any(micro_batch.unit.weight for micro_batch, _ in micro_batches)):
-            threads: CooperativeThreads[_Contribution, MergedStatistics, Terms] = CooperativeThreads(
-                merging, context.randomness.parked
-            )
-            found = threads.run([forward_of_one(number) for number in range(len(micro_batches))])
-        terms = [term for terms in found for term in terms]
+            threads = CooperativeThreads(merging, context.randomness.suspended)
+            results = threads.run([forward_of_one(number) for number in range(len(micro_batches))])
+        terms = [term for terms in results for term in terms]
         # One backward for all, since merged statistics join the forwards into one graph.
         total = torch.stack([*terms, *merging.last_token(like=terms)]).sum()
         if not total.requires_grad:
             raise without_graph()
         torch.autograd.backward(context.scaler.scale(total), inputs=context.prepared.backward_inputs)
-    return _joined(sums)
+    joined = Sums()
+    for part in sums:
+        joined.contributions += part.contributions
+        joined.returned_counts += part.returned_counts
+    return joined
 
 
 class _Merging:
-    """Merges the statistics of micro-batches at a layer, and records them for the running statistics."""
+    """Merges the statistics of all micro-batches at a layer, and records them to update the running statistics."""
 
     def __init__(self, statistics: RunningStatistics, ranks: Ranks, device: torch.device) -> None:
         self._statistics = statistics
         self._ranks = ranks
         self._token = torch.zeros((), device=device, requires_grad=True)
 
-    def __call__(self, layer: str, contributed: Sequence[_Contribution]) -> MergedStatistics:
+    def __call__(self, layer: str, contributed: Sequence[_Contribution]) -> Statistics:
         """Return the statistics of the whole effective batch."""
         parts, running_mean = [part for part, _ in contributed], contributed[0][1]
         total = sum(part.count for part in parts)
@@ -134,37 +136,24 @@ class _Merging:
         return statistics
 
     def last_token(self, *, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return a zero whose backward runs the sums of all layers over ranks, in order; nothing with one rank."""
+        """Return [a zero whose backward runs the collectives of all layers in order]; [] with one rank."""
         if self._ranks.size == 1:
             return []
-        # Not detached: the token's graph gives the collectives of a backward the same order on all ranks.
+        # Not detached, because its graph gives the collectives of the backward the same order on all ranks.
         token = self._token * 0
         return [token.to(like[0].dtype) if like else token]
 
 
-def _normalise(call: BatchNormCall, exchange: Exchange[_Contribution, MergedStatistics], *, counts: bool) -> Tensor:
+def _normalise(call: BatchNormCall, exchange: Exchange, *, counts: bool) -> Tensor:
     """Normalise one micro-batch with the merged statistics of all micro-batches."""
     if is_in_checkpoint():
         raise CompositionError(refusal(Feature.NON_REENTRANT, Feature.NORMS_EXACT, {}))
     part = partial_statistics(call.values)
     if not counts:
-        # A filler must reach each layer like the others, but must not change the statistics.
+        # A filler must reach each layer like other micro-batches, but must not change the statistics.
         part = PartialStatistics(0, part.mean, part.squares)
     statistics = exchange(f"{call.values.shape[1]} channels, eps={call.eps:g}", (part, call.running_mean))
     return normalise_with(call.values, statistics, call.weight, call.bias, call.eps)
-
-
-def _without_fillers(micro_batches: list[tuple[MicroBatch, Batch]]) -> list[tuple[MicroBatch, Batch]]:
-    """Drop filler micro-batches, but keep one if the rank has no others, since every rank must take part."""
-    return [micro_batch for micro_batch in micro_batches if micro_batch[0].unit.weight] or micro_batches[:1]
-
-
-def _joined(sums: Sequence[Sums]) -> Sums:
-    joined = Sums()
-    for part in sums:
-        joined.contributions += part.contributions
-        joined.late_counts += part.late_counts
-    return joined
 
 
 class _ThreadState:
@@ -177,7 +166,7 @@ class _ThreadState:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Apply the same state in another thread."""
+        """Apply this state in another thread, within the context."""
         stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with ExitStack() as stack:
             for mode in self._modes:
@@ -187,11 +176,11 @@ class _ThreadState:
 
 
 Execute = Callable[[LoopContext, Iterable[tuple[MicroBatch, Batch]]], Sums]
-"""Adds up the gradient of some micro-batches."""
+"""Function (context, micro-batches) -> their contributions, after their gradients are added up."""
 
 
 class BatchNormRunner:
-    """Runs effective batches under a policy. `constraints` and the policy contain all decisions."""
+    """Runs effective batches with a BatchNorm policy; `constraints` are the policy's requirements on micro-batches."""
 
     def __init__(
         self,
@@ -210,30 +199,28 @@ class BatchNormRunner:
         self._autocast = autocast
         self._has_sums = False
         self._unit = Unit(0, 0, 0)
-        # Only Exact(method="checkpoint") makes a rank share one unit.
+        # A rank share is one micro-batch (`whole`) only with Exact(method="checkpoint").
         blocks = blocks_of(modules, policy.blocks) if isinstance(policy, Exact) and constraints.whole else {}
         frozen = isinstance(policy, Freeze)
         self._frozen = list(self._batch_norms.values()) if frozen else []
-        self._statistics = _statistics(modules, device, frozen=frozen)
-        self.is_idle = not self._batch_norms and not self._statistics.layers
-        # The statistics of layers that are not overridden are read from their buffers.
+        # Frozen layers do not update their statistics.
+        self._statistics = RunningStatistics({} if frozen else tracking_layers(modules), device)
+        self.is_idle = not self._batch_norms
+        # Layers that still normalise themselves store statistics in their buffers, and these are read.
         overridden = bool(self._batch_norms) and (
             constraints.group is not None or constraints.lockstep or constraints.every_unit
         )
         self._interceptor = Interceptor(self._batch_norms.values() if overridden else ())
-        self._reading = [
-            layer for layer in self._statistics.layers if isinstance(layer, InstanceNormBase) or not overridden
-        ]
+        self._reading = [] if overridden else self._statistics.layers
         self._hooks = [
             layer.register_forward_hook(BufferReader(self._statistics, number))
-            for number, layer in enumerate(self._statistics.layers)
-            if layer in self._reading
+            for number, layer in enumerate(self._reading)
         ]
         self._blocks = [BlockCheckpoint(block) for block in blocks.values()]
-        self.description = self._in_words(list(blocks))
+        self.description = self._describe(list(blocks))
 
     def forward(self, micro_batch: MicroBatch) -> AbstractContextManager[object]:
-        """Return the context of one forward: autocast, and recording of the unit's statistics."""
+        """Return the context of one forward: autocast, and recording of the micro-batch's statistics."""
         if self._constraints.every_unit:
             return self._autocast()
         self._unit = micro_batch.unit
@@ -243,7 +230,7 @@ class BatchNormRunner:
         return stack
 
     def accumulate(self, context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, Batch]]) -> Sums:
-        """Add up the gradient of one effective batch without changing running statistics, see `update`."""
+        """Add up the gradient of one effective batch; running statistics do not change before `update`."""
         if self._constraints.every_unit:
             assert isinstance(self._policy, Exact)
             with self._prepared():
@@ -255,7 +242,7 @@ class BatchNormRunner:
                     ranks=self._ranks,
                     offload=self._policy.offload,
                 )
-        # Around the backward too: a block that is recomputed there must be normalised in the same way.
+        # In the backward too, because a block that is recomputed there must be normalised in the same way.
         with self._prepared(), self._interceptor.everywhere(self._normalisation()):
             return accumulate(context, micro_batches)
 
@@ -290,48 +277,51 @@ class BatchNormRunner:
         self._interceptor.close()
 
     def _normalisation(self) -> Callable[[BatchNormCall], Tensor] | None:
-        """Return the function that replaces the layers' normalisation; None to use the layers'."""
+        """Return the function that normalises instead of the layers; None if the layers normalise themselves."""
         if not self._batch_norms:
             return None
         if self._constraints.group is not None:
             return self._by_groups
         return self._over_ranks if self._constraints.lockstep else None
 
-    def _in_words(self, blocks: Sequence[str]) -> str:
+    def _describe(self, blocks: Sequence[str]) -> str:
         if not self._batch_norms:
             return ""
         first = next(iter(self._batch_norms))
         where = f"{len(self._batch_norms)} BatchNorm layers, first {first!r}"
-        description = f"{self._policy.name} ({where}): {self._policy.says}"
+        description = f"{self._policy.name} ({where}): {self._policy.description}"
         if self._constraints.whole:
             description += f"; {len(blocks)} blocks, {', '.join(blocks[:3]) or 'none found'}"
         return description
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
-        """Set up the layers for one effective batch, and restore everything but the recorded sums on exit."""
-        modes = [layer.training for layer in self._frozen]
+        """Set up the layers for one effective batch, and restore them on exit; the recorded statistics are kept."""
+        modes, momenta = [layer.training for layer in self._frozen], [layer.momentum for layer in self._reading]
         self._has_sums = False
         self._statistics.begin()
         try:
-            # For this batch only: the user controls the modes of the model.
+            # For this batch only, because the user controls the modes of the model.
             for layer in self._frozen:
                 layer.training = False
             # With a momentum of 1, a layer stores each forward's statistics in its buffers, for `BufferReader`.
-            with momentum_of_one(self._reading):
-                yield
-            # Not set after an error: a partial batch must not update running statistics.
+            for layer in self._reading:
+                layer.momentum = 1.0
+            yield
+            # Not after an error, because a partial batch must not update running statistics.
             self._has_sums = True
         finally:
             for layer, training in zip(self._frozen, modes, strict=True):
                 layer.training = training
+            for layer, momentum in zip(self._reading, momenta, strict=True):
+                layer.momentum = momentum
             self._statistics.restore_buffers()
 
     def _over_ranks(self, call: BatchNormCall) -> Tensor:
         """Normalise with the statistics of the current micro-batches of all ranks."""
         part = partial_statistics(call.values)
         self._record(call, [part])
-        # A filler takes part in the sum with a count of 0, because the other ranks wait for it.
+        # A filler takes part in the sum with a count of 0, because the other ranks wait for this rank.
         counted = part if self._unit.weight else PartialStatistics(0, part.mean, part.squares)
         statistics, _ = merge_statistics([counted], self._ranks, torch.zeros_like(part.mean[0]))
         return normalise_with(call.values, statistics, call.weight, call.bias, call.eps)
@@ -351,9 +341,9 @@ class BatchNormRunner:
         sizes = [rows * size for size in group_sizes(self._unit.num_samples, group_size)]
         groups = call.values.split(sizes)
         with torch.no_grad():
-            # For the running statistics only; the normalisation below builds the graph.
+            # Without a graph, since this is for the running statistics only.
             self._record(call, [partial_statistics(group) for group in groups])
-        # Without running statistics, which are updated once from the whole effective batch, after the step.
+        # Running statistics are not passed here, since they are updated once from the whole effective batch.
         return torch.cat(
             [F.batch_norm(g, None, None, call.weight, call.bias, training=True, eps=call.eps) for g in groups]
         )
@@ -365,12 +355,7 @@ class BatchNormRunner:
 
 
 def policy_for(norms: "Policy | PolicyName | None", modules: nn.Module, world_size: int) -> Policy:
-    """Return the chosen policy, after a check of the model's layers.
-
-    Raises:
-        UserError: the name is unknown.
-        ParameterError, CompositionError: a layer is not supported.
-    """
+    """Return the policy that the user chose, after a check of the model's layers."""
     policy = policy_of(norms)
     refuse_unfit_layers(modules, num_ranks=world_size, frozen=isinstance(policy, Freeze))
     return policy
@@ -388,8 +373,8 @@ def refuse_policy(
         raise CompositionError(message)
     if constraints.every_unit and needs.lockstep:
         message = (
-            f"norms='exact' interleaves micro-batches, but strategy {needs.name!r} keeps ranks in lockstep within "
-            "each. Use strategy='all_reduce', or norms=Exact(method='checkpoint')."
+            f"norms='exact' interleaves micro-batches, but with strategy {needs.name!r} ranks run each micro-batch in "
+            "lockstep. Use strategy='all_reduce', or norms=Exact(method='checkpoint')."
         )
         raise CompositionError(message)
     for name, layer in batch_norms(modules).items():
@@ -402,21 +387,13 @@ def refuse_policy(
 
 
 def ranks_of(strategy: Strategy, world: World) -> Ranks:
-    """Return the ranks for layers that are normalised over them."""
+    """Return the number of ranks and their collectives, for layers that are normalised over ranks."""
 
     def total(tensor: Tensor) -> Tensor:
         with world.collective():
             return strategy.sum(tensor)
 
-    def most(number: int) -> int:
+    def largest(number: int) -> int:
         return int(max(row[0] for row in world.gather_numbers([float(number)])))
 
-    return Ranks(world.size, total, most)
-
-
-def _statistics(modules: nn.Module, device: torch.device, *, frozen: bool) -> RunningStatistics:
-    tracking = tracking_layers(modules)
-    if frozen:
-        # Frozen BatchNorm layers keep their statistics; InstanceNorm layers are not frozen.
-        tracking = {name: layer for name, layer in tracking.items() if isinstance(layer, InstanceNormBase)}
-    return RunningStatistics(tracking, device)
+    return Ranks(world.size, total, largest)

@@ -1,12 +1,12 @@
-"""Updates of bf16 weights in float32 without float32 copies: widen a few weights, update them, round them back.
+"""Update bf16 weights in float32 without permanent float32 copies: convert a few weights, update them, round them back.
 
-With rounding to nearest, a bf16 weight loses updates smaller than a 512th of it, and training stalls. Two ways avoid
-that:
+With rounding to nearest, a bf16 weight loses updates smaller than 1 / 512 of its value, and training stalls. Two ways
+avoid this:
 
-- "split": the upper 16 bits of a float32 number are a bf16 number. The model has the upper and the engine the lower 16
-  bits, and together they are the exact float32 weight.
-- "stochastic": only the bf16 number is kept, rounded up with the probability that makes its mean the float32 number.
-  The optimizer's state is rounded in the same way.
+- "split": the upper 16 bits of a float32 number are a bf16 number. The model has the upper 16 bits and the engine the
+  lower 16 bits, and together they are the exact float32 weight.
+- "stochastic": only the bf16 weight is stored. It is rounded up or down at random, so that its expected value is the
+  float32 number. The optimizer's state is rounded in the same way.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,32 +20,32 @@ from torch.optim import Optimizer
 
 from anybatch.core.randomness import rounding_seed
 from anybatch.core.tensors import widened
-from anybatch.errors import CompositionError, UserError
-from anybatch.parallel.local_parts import is_dtensor
+from anybatch.errors import CompositionError
+from anybatch.parallel.dtensors import is_dtensor
 from anybatch.parallel.strategy import Capabilities, trainable
 
 Bf16Weights = Literal["copied", "split", "stochastic"]
 """How bf16 weights are updated: with float32 copies, with their lower 16 bits, or with stochastic rounding."""
 
 PIECE_BYTES = 1 << 28
-"""Maximum bytes of weights that are widened to float32 together; at least one parameter is."""
+"""Maximum bytes of weights that are converted to float32 together; a larger parameter is converted alone."""
 _SLICE = 1 << 24
-"""Maximum numbers that are rounded together, since rounding needs several copies of them."""
+"""Maximum number of elements that are rounded together, since rounding needs several copies of them."""
 _UPPER = -(1 << 16)
-"""The upper 16 bits of 32."""
+"""Mask of the upper 16 bits of 32."""
 _INDEPENDENT_UPDATES = ("torch.optim", "bitsandbytes")
-"""Packages whose optimizers update each parameter independently, so that a few can be updated at a time."""
+"""Packages whose optimizers update each parameter independently, so that a few parameters can be updated at a time."""
 
 
 def split(values: Float32[Tensor, "*shape"]) -> tuple[BFloat16[Tensor, "*shape"], Int16[Tensor, "*shape"]]:
-    """Return the nearest bf16 numbers of float32 numbers, and the difference of their bits.
+    """Return the nearest bf16 numbers of float32 numbers, and the difference between their bits as int16.
 
-    Ties round away from zero, so that the difference fits in 16 bits. A NaN stays a NaN, with other bits.
+    Ties round away from zero, so that the difference fits in 16 bits. A NaN stays a NaN, but its bits may change.
     """
     bits = values.view(torch.int32)
     upper = bits.add(1 << 15).bitwise_and_(_UPPER)
     missing = (bits - upper).to(torch.int16)
-    # A NaN's bits overflow.
+    # For a NaN the sum of bits may overflow, so it is converted directly.
     return torch.where(values.isnan(), values, upper.view(torch.float32)).to(torch.bfloat16), missing
 
 
@@ -61,8 +61,8 @@ def stochastically_rounded(
 ) -> BFloat16[Tensor, "*shape"]:
     """Round each number to one of the two nearest bf16 numbers, so that its expected value is unchanged.
 
-    bf16 numbers and numbers that are not finite stay unchanged. The probabilities are exact: multiples of 1 / 65536,
-    like the bits that are cut off.
+    `drawn` has random integers from 0 to 65535, and is overwritten. bf16 numbers and numbers that are not finite stay
+    unchanged. The probabilities of rounding up are exact, because they are multiples of 1 / 65536.
 
     Source: Gupta et al., "Deep learning with limited numerical precision", 2015, section 3.
     """
@@ -74,13 +74,14 @@ def stochastically_rounded(
 class Float32Windows:
     """Float32 parameters for an optimizer ("windows") that use memory only during their update.
 
-    The plain loop, for a few of them at a time: widen the bf16 weights, step, round the weights back.
+    For a few parameters at a time: convert the bf16 weights to float32 (open the windows), run the optimizer's step,
+    and round the weights back (close the windows). The methods identify parameters by number.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, way: Bf16Weights, seed: int) -> None:
         self._parameters = tuple(parameters)
         self._keeps_bits, self._seed = way == "split", seed
-        # Closed windows expand a single number, one for each device.
+        # A closed window has the shape of its parameter, but the memory of a single number.
         self._placeholders = {
             parameter.device: torch.zeros((), dtype=torch.float32, device=parameter.device)
             for parameter in self._parameters
@@ -98,39 +99,39 @@ class Float32Windows:
         return [number for number, (window, parameter) in enumerate(pairs) if window is not parameter]
 
     def wide_weights(self) -> list[Tensor]:
-        """Return every parameter, widened to float32 if it is in bf16, with its lower bits if they are kept."""
+        """Return every parameter, in float32 if it is in bf16; under "split" with its lower bits."""
         return [
             joined(parameter.detach(), self.missing[number]) if number in self.missing else widened(parameter.detach())
             for number, parameter in enumerate(self._parameters)
         ]
 
     def pieces(self, optimizer: Optimizer) -> list[list[int]]:
-        """Return the numbers of the parameters that are updated together: all, unless updates are independent."""
+        """Return groups of parameters that are updated together; a single group unless updates are independent."""
         module = type(optimizer).__module__
-        independent = module.startswith(_INDEPENDENT_UPDATES) or getattr(optimizer, "updates_each_by_itself", False)
+        is_independent = module.startswith(_INDEPENDENT_UPDATES) or getattr(optimizer, "updates_each_by_itself", False)
         pieces: list[list[int]] = [[]]
-        held_bytes = 0
+        piece_bytes = 0
         for number, parameter in enumerate(self.updated):
-            held_bytes += 4 * parameter.numel()
-            if independent and pieces[-1] and held_bytes > PIECE_BYTES:
+            piece_bytes += 4 * parameter.numel()
+            if is_independent and pieces[-1] and piece_bytes > PIECE_BYTES:
                 pieces.append([])
-                held_bytes = 4 * parameter.numel()
+                piece_bytes = 4 * parameter.numel()
             pieces[-1].append(number)
         return pieces
 
     def num_bytes(self, piece: Sequence[int]) -> int:
-        """Return the bytes of the open windows of some parameters."""
+        """Return the bytes of the windows of these parameters while they are open."""
         return sum(4 * self.updated[number].numel() for number in set(piece) & set(self._numbers))
 
     @contextmanager
     def opened(self, optimizer: Optimizer, piece: Sequence[int]) -> Iterator[None]:
-        """Restrict the optimizer to some parameters, in float32."""
-        seen = {id(self.updated[number]) for number in piece}
+        """Open the windows of these parameters within the context, and hide all other parameters from the optimizer."""
+        visible = {id(self.updated[number]) for number in piece}
         groups = [group["params"] for group in optimizer.param_groups]
         all_parameters = [list(parameters) for parameters in groups]
         try:
             for parameters in groups:
-                parameters[:] = [parameter for parameter in parameters if id(parameter) in seen]
+                parameters[:] = [parameter for parameter in parameters if id(parameter) in visible]
             for number in piece:
                 self._open(optimizer, number)
             yield
@@ -155,7 +156,7 @@ class Float32Windows:
 
     @torch.no_grad()
     def narrow_state(self, optimizer: Optimizer, numbers: Sequence[int] | None = None) -> None:
-        """Convert the optimizer's state of bf16 weights to bf16 under "stochastic"."""
+        """Under "stochastic", convert the optimizer's state of bf16 weights to bf16; otherwise a no-op."""
         for number in range(len(self.updated)) if numbers is None else numbers:
             for name in self._wide_state(optimizer, number, torch.float32):
                 state = optimizer.state[self.updated[number]]
@@ -202,7 +203,7 @@ class Float32Windows:
             window.data = self._placeholders[window.device].expand(window.shape)
 
     def _wide_state(self, optimizer: Optimizer, number: int, dtype: torch.dtype) -> list[str]:
-        """Return the names of the state tensors of a window with this type and the window's shape."""
+        """Return the names of state tensors to convert, with this type and the window's shape; none under "split"."""
         window = self.updated[number]
         if self._keeps_bits or window is self._parameters[number]:
             return []
@@ -222,7 +223,7 @@ def _round(values: Tensor, into: Tensor, generator: torch.Generator) -> None:
 
 
 def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield slices of tensors of one shape; tensors that are not contiguous are not sliced."""
+    """Yield corresponding slices of tensors of one shape; if any is not contiguous, yield the whole tensors."""
     if all(tensor.is_contiguous() for tensor in tensors):
         yield from zip(*(tensor.view(-1).split(_SLICE) for tensor in tensors), strict=True)
     else:
@@ -232,11 +233,8 @@ def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def refuse_bf16_weights(way: Bf16Weights, modules: nn.Module, optimizer: object, strategy: Capabilities) -> None:
     """Refuse a value of `bf16_weights` that this model, optimizer or strategy does not support.
 
-    The composition table refuses further combinations.
+    The table in `core/compatibility.py` refuses other combinations.
     """
-    if way not in {"copied", "split", "stochastic"}:
-        message = f"bf16_weights={way!r} must be 'copied', 'split' or 'stochastic'."
-        raise UserError(message)
     if way == "copied":
         return
     parameters = trainable(modules)
@@ -244,8 +242,8 @@ def refuse_bf16_weights(way: Bf16Weights, modules: nn.Module, optimizer: object,
     reasons = []
     if isinstance(optimizer, Optimizer):
         reasons.append(
-            "the optimizer is an instance and holds the bf16 weights, but the update needs float32 parameters: pass a "
-            "function named_parameters -> optimizer"
+            "the optimizer was created with the bf16 weights, but the update needs float32 parameters: pass a function "
+            "named_parameters -> optimizer"
         )
     if half is not None:
         reasons.append(f"{half!r} is in fp16, whose bits are not the upper half of a float32 number: use bf16")

@@ -1,76 +1,45 @@
 """Save checkpoints, with the run waiting or in the background, and load them on all ranks."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 from anybatch.checkpoints import LoadedCheckpoint, SavedCheckpoint
+from anybatch.checkpoints.files import Digest
 from anybatch.checkpoints.loading import candidates, newest_intact, stored_state, verify
-from anybatch.checkpoints.saving import HeldPart, SharedSave
-from anybatch.errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError, NotACheckpointError
+from anybatch.checkpoints.saving import LocalPart, SharedSave
+from anybatch.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    MissingCheckpointError,
+    NotACheckpointError,
+)
 from anybatch.parallel.world import World
 
 
 def num_processes(world: World) -> int:
     """Return the number of real processes, including this one; simulated ranks do not count."""
-    return 1 if world.roll_call is None else world.num_processes
-
-
-def _begin_on_all_ranks(
-    make: Callable[[], SharedSave], writers: Sequence[int], world: World, *, copied: bool
-) -> tuple[Path, SharedSave | None]:
-    """Begin a checkpoint, and deal its parts to the processes that write it."""
-    shares: list[SharedSave] = []
-    writes = world.process in writers
-
-    def begin() -> tuple[Path, list[HeldPart]]:
-        shares.append(make())
-        if world.is_first:
-            shares[0].begin()
-        return shares[0].path, shares[0].held
-
-    def deal() -> None:
-        shares[0].deal([begun[process][1] for process in writers])
-        if copied:
-            shares[0].stage()
-
-    with _abandoned_after_error(shares, world):
-        begun = world.run_on_all_processes(begin if writes else None)
-        world.run_on_all_processes(deal if writes else None)
-    return begun[world.first_process][0], shares[0] if writes else None
-
-
-@contextmanager
-def _abandoned_after_error(shares: Sequence[SharedSave | None], world: World) -> Iterator[None]:
-    """After an error, remove the files written so far."""
-    try:
-        yield
-    except BaseException:
-        for share in shares:
-            if share is not None and world.is_first:
-                share.abandon()
-        raise
+    return 1 if world.call_tracker is None else world.size
 
 
 @contextmanager
 def loaded_on_all_ranks(path: Path, world: World) -> Iterator[LoadedCheckpoint]:
     """Open the newest intact checkpoint, the same one on every rank."""
-    found: list[Path] = []
+    checkpoints: list[Path] = []
 
     def find() -> list[str]:
-        found.extend(candidates(path))
-        return [one.name for one in found]
+        checkpoints.extend(candidates(path))
+        return [checkpoint.name for checkpoint in checkpoints]
 
-    names = world.run_on_all_processes(find)
-    # All ranks compare the same number of newest checkpoints; a rank may have more of the older ones.
-    least = min(map(len, names))
-    _refuse_different([own[len(own) - max(least, 1) :] for own in names], path)
-    verify_together = partial(_verify_on_all_ranks, world=world)
-    newest = newest_intact(path, tuple(found[len(found) - least :]), verify_together)
+    names = world.run_on_all_ranks(find)
+    _refuse_different([names_on_rank[-1:] for names_on_rank in names], path)
+    # Some ranks may see older checkpoints that other ranks do not see.
+    common = tuple(one for one in checkpoints if all(one.name in names_on_rank for names_on_rank in names))
+    newest = newest_intact(path, common, partial(_verify_on_all_ranks, world=world))
     with ExitStack() as stack:
         state: dict[str, Any] = {}
 
@@ -78,15 +47,15 @@ def loaded_on_all_ranks(path: Path, world: World) -> Iterator[LoadedCheckpoint]:
             state.update(stack.enter_context(stored_state(newest.path)))
             return [state["num_steps"]]
 
-        _refuse_different(world.run_on_all_processes(open_state), path)
+        _refuse_different(world.run_on_all_ranks(open_state), path)
         yield replace(newest, state=state)
 
 
 def _refuse_different(seen: Sequence[Sequence[Any]], path: Path) -> None:
-    """Raise if ranks see different checkpoints; the last of each list is the newest."""
-    if any(own != seen[0] for own in seen):
+    """Raise if ranks see different checkpoints; `seen` has the name or step of each rank's newest checkpoint."""
+    if any(on_rank != seen[0] for on_rank in seen):
         message = (
-            f"ranks see checkpoints of different steps in {path}: {[own[-1:] for own in seen]}. "
+            f"ranks see checkpoints of different steps in {path}: {list(seen)}. "
             "Put it on a file system that all ranks share."
         )
         raise CheckpointError(message, path=path)
@@ -97,28 +66,22 @@ def _verify_on_all_ranks(path: Path, world: World) -> None:
 
     def compare() -> CheckpointError | None:
         try:
-            verify(path, process=world.process, num_processes=num_processes(world))
+            verify(path, process=world.rank, num_processes=num_processes(world))
         except (DamagedCheckpointError, MissingCheckpointError, NotACheckpointError) as error:
             return error
         return None
 
-    damage = next((error for error in world.run_on_all_processes(compare) if error is not None), None)
+    damage = next((error for error in world.run_on_all_ranks(compare) if error is not None), None)
     if damage is not None:
         raise damage
-
-
-# Interval at which the first process polls for the files of the others, which take seconds.
-_LOOK_SECONDS = 0.02
-# Polls in `close`: ten minutes, the usual timeout between ranks.
-_MOST_LOOKS = 30_000
 
 
 @final
 class CheckpointSaver:
     """Writes checkpoints, at most one at a time in the background.
 
-    A thread of each process writes the data that the process has copied; on the first process it renames the checkpoint
-    when all files are complete. Threads use no collectives, which could interfere with a step.
+    Only a checkpoint that one process writes alone can be written in the background, by a thread of the first process.
+    The thread uses no collectives, because they could interfere with the collectives of a step.
     """
 
     def __init__(self, world: World) -> None:
@@ -128,139 +91,94 @@ class CheckpointSaver:
     def save(
         self, folder: Path, step: int, state: Mapping[str, Any], *, keep_last: int, in_parts: bool, wait: bool
     ) -> tuple[Path, SavedCheckpoint | None]:
-        """Write a checkpoint; return its path, and the checkpoint if it is complete."""
+        """Write a checkpoint; return its path, and the checkpoint, or None while it is written in the background."""
         world = self._world
-        writers = range(num_processes(world)) if in_parts else [world.first_process]
-        process = world.process if in_parts else 0
-        make = partial(SharedSave, folder, step, state, process=process, num_processes=len(writers))
-        path, share = _begin_on_all_ranks(partial(make, keep_last=keep_last), writers, world, copied=not wait)
-        if not wait:
-            self.writing = None if share is None else _BackgroundWrite(share, finishes=world.is_first)
-            return path, None
-        with _abandoned_after_error([share], world):
-            written = world.run_on_all_processes(None if share is None else share.write)
-            digests = [written[process] for process in writers]
-            finish = partial(share.finish, digests) if share is not None and world.is_first else None
+        writers = range(num_processes(world)) if in_parts else [0]
+        saves: list[SharedSave] = []  # this rank's part of the save: none before `begin` has run, then one
+
+        def begin() -> tuple[Path, list[LocalPart]]:
+            process = world.rank if in_parts else 0
+            save = SharedSave(folder, step, state, process=process, num_processes=len(writers), keep_last=keep_last)
+            saves.append(save)
+            if world.is_first:
+                save.begin()
+            return save.path, save.local_parts
+
+        def write() -> Digest | None:
+            saves[0].assign([begun[rank][1] for rank in writers])
+            if wait:
+                return saves[0].write()
+            saves[0].stage()
+            return None
+
+        writes = world.rank in writers
+        try:
+            begun = world.run_on_all_ranks(begin if writes else None)
+            written = world.run_on_all_ranks(write if writes else None)
+            path = begun[0][0]
+            if not wait:
+                self.writing = _BackgroundWrite(saves[0]) if writes else None
+                return path, None
+            finish = partial(saves[0].finish, [written[rank] for rank in writers]) if world.is_first else None
             return path, world.run_on_all_ranks(finish)[0]
+        except BaseException:
+            if saves and world.is_first:
+                saves[0].abandon()
+            raise
 
     def completed(self) -> SavedCheckpoint | None:
         """Return a checkpoint that was completed in the background since the last call, without waiting."""
-        return None if self.writing is None else self.writing.news()
+        return None if self.writing is None else self.writing.take_completed()
 
     @property
     def failure(self) -> str:
         """Error of the background save on this rank so far; empty without one.
 
-        Raised only in calls that all ranks make together: a rank that leaves a step alone would block the others.
+        Raised only in calls that all ranks make together: if only one rank left a step, it would block the others.
         """
-        return "" if self.writing is None else self.writing.failure
+        return "" if self.writing is None else str(self.writing.error or "")
 
     def settle(self) -> SavedCheckpoint | None:
         """Wait on all ranks for the background save; return its checkpoint unless it was returned before."""
         writing, self.writing = self.writing, None
-        try:
-            self._world.run_on_all_processes(None if writing is None else writing.join_writing)
-        except BaseException:
-            if writing is not None:
-                writing.stop()
-            raise
-        # All files are written, so the first process no longer waits for other ranks.
         self._world.run_on_all_ranks(None if writing is None else writing.join)
-        return None if writing is None else writing.news()
+        return None if writing is None else writing.take_completed()
 
     def close(self, *, failed: bool) -> SavedCheckpoint | None:
         """Wait for the background save on this rank alone, and return its checkpoint as `completed` does."""
         writing, self.writing = self.writing, None
         if writing is None:
             return None
-        for _ in range(_MOST_LOOKS):
-            failed = failed or self._world.published_failure() is not None
-            if failed or writing.ended_within(_LOOK_SECONDS):
-                break
-        writing.stop()
-        if failed:  # the failed rank reports the reason
-            return None
-        writing.join()
-        return writing.news()
+        with suppress(Exception) if failed else nullcontext():  # after an error, a second one would hide the first
+            writing.join()
+        return writing.take_completed()
 
 
 class _BackgroundWrite:
-    """A thread that writes this process's part of a checkpoint and, on the first process, completes it."""
+    """A thread of the first process that writes a whole checkpoint."""
 
-    def __init__(self, sharing: SharedSave, *, finishes: bool) -> None:
-        self._sharing = sharing
-        self._finishes = finishes
-        self._has_written = threading.Event()
-        self._gives_up = threading.Event()
+    def __init__(self, saving: SharedSave) -> None:
+        self._saving = saving
         self._saved: SavedCheckpoint | None = None
-        self._error: Exception | None = None
+        self.error: Exception | None = None
         # A daemon does not block a process that exits without closing its engine; its partial file is never read.
         self._thread = threading.Thread(target=self._run, name="anybatch checkpoint", daemon=True)
         self._thread.start()
 
-    def news(self) -> SavedCheckpoint | None:
-        """Return the completed checkpoint, once."""
+    def take_completed(self) -> SavedCheckpoint | None:
+        """Return the completed checkpoint in the first call after its completion, and None in all other calls."""
         saved, self._saved = self._saved, None
         return saved
-
-    @property
-    def failure(self) -> str:
-        """The error so far; empty without one."""
-        return "" if self._error is None else str(self._error)
-
-    def join_writing(self) -> None:
-        """Wait for this process's file; raise its error."""
-        self._has_written.wait()
-        self._refuse_failed()
 
     def join(self) -> None:
         """Wait for the thread; raise its error."""
         self._thread.join()
-        self._refuse_failed()
-
-    def ended_within(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the thread; return whether it has ended."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def stop(self) -> None:
-        """Wait for this process's file, but not for the files of other processes."""
-        self._gives_up.set()
-        self._thread.join()
-
-    def _refuse_failed(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def _run(self) -> None:
         try:
-            self._write()
-            self._has_written.set()
-            if self._finishes:
-                self._saved = self._finish()
+            self._saved = self._saving.finish([self._saving.write()])
         except Exception as error:  # noqa: BLE001 (the next call that all ranks make together raises it)
-            self._error = error
-            if self._finishes:
-                self._sharing.abandon()
-        finally:
-            self._has_written.set()
-
-    def _write(self) -> None:
-        try:
-            digest = self._sharing.write()
-        except Exception as error:
-            # If this fails too, as on a full disk, `settle` reports the error to the first process.
-            with suppress(OSError):
-                self._sharing.leave(None, str(error))
-            raise
-        self._sharing.leave(digest)
-
-    def _finish(self) -> SavedCheckpoint:
-        while (digests := self._sharing.left()) is None:
-            if self._gives_up.wait(_LOOK_SECONDS):
-                message = (
-                    f"{self._sharing.path} could not be saved: another rank ended before it had written its part. "
-                    "Older checkpoints are unchanged."
-                )
-                raise CheckpointError(message, path=self._sharing.path)
-        return self._sharing.finish(digests)
+            self.error = error
+            self._saving.abandon()

@@ -1,4 +1,4 @@
-"""Progress of a run in each of its data sets: positions, and checksums of the samples finished in an epoch."""
+"""The progress of a run in each of its data sets: the position, and a checksum of the epoch's samples used so far."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,13 +13,18 @@ from anybatch.errors import DataError
 
 Remark = tuple[str, str]
 Key = tuple[int | None, int] | tuple[()] | None
-"""Number of samples (None for a stream) and seed of a data set; empty for the user's batches; None if not known."""
-_OWN: Final = "batches that are not from ab.batches"
+"""Number of samples (None for a stream) and seed of a data set; () for batches of another loader; None if unknown."""
+_OTHER_LOADER: Final = "batches that are not from ab.batches"
 
 
 @dataclass(slots=True, eq=False)
 class DataProgress:
-    """Progress in one data set."""
+    """Progress in one data set.
+
+    `digest` (a checksum of the epoch's samples so far) and `order` (of the epoch's samples) are from a checkpoint.
+    `is_resumed`: the position is from a checkpoint or from the user, and no step has been made since.
+    `has_begun`: the iteration was moved to the position, unless that was impossible.
+    """
 
     key: Key
     position: Position = field(default_factory=Position)
@@ -31,16 +36,16 @@ class DataProgress:
     has_begun: bool = False
 
     def begin(self, batch: Any) -> Remark | None:  # noqa: ANN401 (any nested batch)
-        """Move the iteration of a batch to this position; return a warning if it is too late, or if data differ."""
+        """Move the iteration of a batch to the position; return a warning if that is impossible or the data differ."""
         if not isinstance(batch, DatasetBatch):
             return None
         if self.is_resumed and self.order is not None:
             batch.iteration.source.use_order(self.position.epoch, self.order)
         if not batch.resume_from(self.position, is_resumed=self.is_resumed):
             message = (
-                f"the batches repeat epoch {batch.epoch}, and the engine is at {self.position}: later ones have been "
-                "taken from their iterator already (a list of batches, or something that reads ahead), so they cannot "
-                "continue there. Iterate ab.batches itself, or make it with start=engine.position."
+                f"the batches repeat epoch {batch.epoch}, but the engine is at {self.position}. Later batches were "
+                "already fetched from their iterator (by a list, or by code that reads ahead). Iterate over "
+                "ab.batches directly, or create it with start=engine.position."
             )
             return "data_repeats", message
         remark = self._compared(batch) if self.is_resumed else None
@@ -56,18 +61,19 @@ class DataProgress:
         return {"key": self.key, "position": _stored(position), "digest": digest, "order": order}
 
     def _compared(self, batch: DatasetBatch) -> Remark | None:
-        """Compare the data of a resumed run with the data before; return a warning at the beginning of an epoch."""
+        """Compare the data of a resumed run with the saved data; if they differ, raise within an epoch, else warn."""
         iteration, position = batch.iteration, self.position
         if self.key is None or batch.start != position:  # an older checkpoint, or a start that the user chose
             return None
-        found = None if self.digest is None else iteration.source.digest_before(position)
-        is_same = found == self.digest if found is not None else self.key == iteration.key or not position.sample_offset
+        digest = None if self.digest is None else iteration.source.digest_before(position)
+        has_key = self.key == iteration.key or not position.sample_offset
+        is_same = has_key if digest is None else digest == self.digest
         if is_same:
             return None
         message = (
-            f"the run is at {position} of {_named(self.key)}, and the data are {_named(iteration.key)} now, in another "
-            "order or another subset. Use the same data set, split, sampler, shuffle and seed as before; a split needs "
-            "a seeded generator. To begin at a position of your choice, use ab.batches(start=...)."
+            f"the run is at {position} of {_named(self.key)}, but the data set is now {_named(iteration.key)}, in "
+            "another order or another subset. Use the same data set, split, sampler, shuffle and seed as before; a "
+            "split needs a seeded generator. To begin at a position of your choice, use ab.batches(start=...)."
         )
         if position.sample_offset:
             self.iteration = None
@@ -91,28 +97,28 @@ class RunProgress:
         return self._newest.position
 
     def set(self, position: Position) -> None:
-        """Forget all progress, and let the next data set continue at a position."""
+        """Forget all progress; the next data set continues at this position."""
         self._newest = DataProgress(None, position)
         self._all = [self._newest]
 
     def of(self, batch: Any, warn: Callable[[str, str], None]) -> DataProgress:  # noqa: ANN401 (any nested batch)
-        """Return the progress in the data set of a batch, whose iteration continues there if possible."""
-        iteration = batch.iteration if isinstance(batch, DatasetBatch) else _OWN
-        found = self._newest
-        if found.iteration is not iteration:
-            found = next((one for one in self._all if one.iteration is iteration), None) or self._found(iteration)
-            if found.iteration is not iteration:
-                found.iteration, found.has_begun = iteration, False
-        # Once for each iteration: it cannot move after that.
-        if found.is_resumed or not found.has_begun:
-            remark = found.begin(batch)
-            found.has_begun = True
+        """Return the progress in the data set of a batch, and move a new iteration to its position if possible."""
+        iteration = batch.iteration if isinstance(batch, DatasetBatch) else _OTHER_LOADER
+        progress = self._newest
+        if progress.iteration is not iteration:
+            progress = next((one for one in self._all if one.iteration is iteration), None) or self._match(iteration)
+            if progress.iteration is not iteration:
+                progress.iteration, progress.has_begun = iteration, False
+        # Once for each iteration, because it cannot be moved later.
+        if progress.is_resumed or not progress.has_begun:
+            remark = progress.begin(batch)
+            progress.has_begun = True
             if remark is not None:
                 warn(*remark)
-        return found
+        return progress
 
     def advance(self, progress: DataProgress, end: Position) -> None:
-        """Count a step on a data set."""
+        """Record the position after a step on a data set."""
         progress.position = end
         progress.is_resumed, progress.is_stepped = False, True
         self._newest = progress
@@ -136,16 +142,16 @@ class RunProgress:
         ]
         self._newest = self._all[state["newest_data_set"]]
 
-    def _found(self, iteration: Iteration | str) -> DataProgress:
-        """Return the progress in a data set with a new iteration."""
+    def _match(self, iteration: Iteration | str) -> DataProgress:
+        """Return the progress in the data set of a new iteration; if it is a new data set, at its beginning."""
         key: Key = () if isinstance(iteration, str) else iteration.key
-        again = [one for one in self._all if one.key == key and _is_again(iteration, one.iteration)]
-        if again:
-            return again[0]
+        same = [one for one in self._all if one.key == key and _has_same_data(iteration, one.iteration)]
+        if same:
+            return same[0]
         loaded = [one for one in self._all if one.iteration is None]
         fitting = [one for one in loaded if one.key in (None, key)]
         if not fitting and key:
-            # Another size or seed: compare with the data set that was left in an epoch, or with the only one.
+            # No data set of this size and seed: take one that was left within an epoch, or the only one.
             fitting = [one for one in loaded if one.key and (one.position.sample_offset or len(self._all) == 1)]
         if len({one.position for one in fitting}) > 1:
             positions = " and ".join(f"{one.position} of {_named(one.key)}" for one in fitting)
@@ -156,7 +162,7 @@ class RunProgress:
             raise DataError(message)
         if fitting:
             return fitting[0]
-        # Epochs count on if data sets follow each other, so that augmentation does not repeat.
+        # If data sets follow each other, the epoch number continues, so that augmentation does not repeat.
         before = self._newest.iteration
         is_after = before is not None and not isinstance(before, str) and before.is_over
         start = Position(self.position.epoch + bool(self.position.sample_offset)) if is_after else Position()
@@ -164,8 +170,8 @@ class RunProgress:
         return self._all[-1]
 
 
-def _is_again(iteration: Iteration | str, before: Iteration | str | None) -> bool:
-    """Whether a new iteration over data of the same size and seed iterates the same data set as an older iteration."""
+def _has_same_data(iteration: Iteration | str, before: Iteration | str | None) -> bool:
+    """Whether a new iteration, of the same size and seed as an older one, has the same data set."""
     if isinstance(iteration, str) or isinstance(before, str) or before is None:
         return False
     return iteration.dataset is before.dataset or before.is_over

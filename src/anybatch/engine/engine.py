@@ -1,53 +1,50 @@
-"""The engine: choose the effective batch size, and step exactly."""
+"""The engine: training steps of any effective batch size, with the exact gradient."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch.optim import Optimizer
 
 from anybatch.core.batch import Position
+from anybatch.core.compatibility import PrecisionName
+from anybatch.core.gradient_noise import GradientNoise
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.records import Observer, StepReport
-from anybatch.core.run_config import PrecisionName
+from anybatch.core.spikes import SpikeAction, SpikeWatch
 from anybatch.core.splitting import Deal
+from anybatch.engine.accumulate import Rng
 from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.engine.bf16_weights import Bf16Weights
 from anybatch.engine.build import build
 from anybatch.engine.data_progress import RunProgress
-from anybatch.engine.decisions import Decisions
 from anybatch.engine.forward_state import BufferUpdate
-from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.engine.micro_batch_size.sizes import MicroBatchSize
 from anybatch.engine.notifier import ResidentTensors
 from anybatch.engine.optimizer_memory import evaluation_weights
 from anybatch.engine.parts import SaveForm
 from anybatch.engine.precision import OptimizerFunction
-from anybatch.engine.rng import Rng
 from anybatch.engine.schedule import Scheduler, SchedulerFunction, Stateful, WeightAverage
-from anybatch.engine.spike_watch import SpikeAction, SpikeWatch
 from anybatch.engine.step import SummedBatch
-from anybatch.engine.updater import ClipArgument, Updated
+from anybatch.engine.updater import Updated
 from anybatch.engine.user_code import Model, checked_path
 from anybatch.errors import UserError
+from anybatch.metrics import Metric
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import Strategy
 from anybatch.parallel.world import World
 
-if TYPE_CHECKING:
-    from anybatch.engine.evaluation import Metric
-
 
 class Engine:
-    """Trains a model with a given effective batch size, exactly, on any hardware.
+    """Trains a model with a given effective batch size, with the exact gradient, on any hardware.
 
-    One `step` is one optimizer update on one effective batch: it is cut into micro-batches that fit and dealt to ranks;
-    gradients are summed, divided once by the count of the whole batch, reduced once and clipped once.
+    One `step` is one optimizer update from one effective batch. The batch is cut into micro-batches that fit, which are
+    distributed over the ranks; gradients are summed, divided by the count of the whole batch, and clipped once.
 
     ```python
     engine = ab.Engine(model, optimizer, ab.mean_over_samples(loss), micro_batch_size=16)
@@ -56,43 +53,43 @@ class Engine:
     ```
 
     Args:
-        model: the module to train, or a dict of named modules. The engine moves it to this rank's device and owns
-            exactly its trainable parameters: it zeroes, clips and reduces these and no others.
-        optimizer: a torch optimizer over those parameters, or a function `named_parameters -> optimizer`, which gets
-            float32 master weights in place of bf16 and fp16 parameters.
+        model: the module to train, or a dict of named modules. The engine moves it to this rank's device, and zeroes,
+            clips and reduces the gradients of its trainable parameters and no others.
+        optimizer: a torch optimizer over these parameters, or a function `named_parameters -> optimizer`, which gets
+            float32 master weights instead of bf16 and fp16 parameters.
         loss: a declared loss (such as `ab.mean_over_samples(fn)`), or a function of (model, batch) that returns a mean
             over samples, one loss per item or `ab.LossSum`. If it is a module, its parameters are trained too.
         effective_batch_size: samples per step over all ranks; larger batches raise an error, smaller ones a warning.
         micro_batch_size: maximum number of samples per forward and backward. "auto" tries a few sizes on the first
-            batch and takes the fastest, `Auto` has options for this (docs/auto_size.md), and `ab.token_budget` cuts by
-            length (docs/lengths.md).
+            batch and takes the fastest, `Auto` has options for this (docs/auto_size.md), and `ab.token_budget` limits
+            tokens instead of samples (docs/lengths.md).
         accumulation_steps: micro-batches per rank and step. Without a micro-batch size, they are of nearly equal size.
-        deal: "balanced": shares are equal up to one sample; "fixed": micro-batches stay whole on any number of ranks.
+        deal: "balanced": ranks differ by at most one sample; "fixed": the same micro-batches on any number of ranks.
         strategy: a name such as "ddp", a strategy object, or "auto": see docs/ranks.md.
         precision: "fp32" (the model's own types), "bf16" or "fp16" autocast; "fp16" scales the loss.
         bf16_weights: how bf16 weights are updated: float32 copies ("copied"), their lower 16 bits ("split"), or
             stochastic rounding ("stochastic").
         scheduler: a torch scheduler, or a function `optimizer -> scheduler`, stepped once per completed update.
-        clip: maximum gradient norm of an effective batch, `ClipByNorm`, `ClipByValue`, or one of these for each group.
-        measure_gradient_norm: report the gradient norm and detect non-finite gradients; False saves this pass.
+        clip: maximum 2-norm of the gradient of an effective batch; None: no clipping.
+        measure_gradient_norm: report the gradient norm and detect non-finite gradients; False saves the time for this.
         noise: measure the gradient's noise scale, an estimate of the critical batch size; see docs/gradient_noise.md.
         average_decay: keep an exponential moving average of the weights, such as 0.999; see `evaluate(averaged=True)`.
         norms: policy for BatchNorm in train mode: "keep", "sync", "freeze", "exact", or one of `anybatch.norms`; see
             docs/batch_norm.md. None: "keep", with a warning if the gradient depends on the cut.
         buffers: by name or pattern, how to combine buffers that a forward updates and reads (such as a queue): "mean"
             over samples, "first", a function, "keep". See docs/forward_state.md.
-        rng: "micro_batch" seeds random numbers by (seed, step, first sample), on any rank; "per_sample", or a
-            `PerSample`, seeds dropout by (seed, step, sample, call), with any cut; None leaves random numbers alone.
+        rng: "micro_batch" seeds random numbers by (seed, step, first sample of the micro-batch); "per_sample" seeds
+            dropout by (seed, step, sample, call), so that the split does not matter; None seeds nothing.
         check_loss: check in the first step, on a few samples, whether the loss matches its declaration.
-        seed: seed of these random numbers; None takes the seed of `ab.batches`, and for other batches derives one from
-            torch's generator and the weights before the first step.
+        seed: seed for `rng`; None takes the seed of `ab.batches`, and for other batches computes one from torch's
+            generator and the weights before the first step.
         spikes: action after a spike in the loss or gradient norm: "warn", "lower" the learning rate, "roll_back", or a
             `SpikeWatch` of `anybatch.spikes`; None: none. See docs/learning_rates.md.
         observer: receives a record of every micro-batch, reduction, phase and step.
         world: the ranks; None: from the environment.
 
     Raises:
-        UserError: invalid arguments, with both values and the fix; nothing has changed then.
+        UserError: an argument is invalid; model and optimizer are unchanged.
     """
 
     def __init__(
@@ -109,7 +106,7 @@ class Engine:
         precision: PrecisionName = "fp32",
         bf16_weights: Bf16Weights = "copied",
         scheduler: Scheduler | SchedulerFunction | None = None,
-        clip: ClipArgument = None,
+        clip: float | None = None,
         measure_gradient_norm: bool = True,
         noise: GradientNoise | None = None,
         average_decay: float | None = None,
@@ -160,7 +157,7 @@ class Engine:
             observer: receives a record of every micro-batch, reduction, phase and step.
 
         Raises:
-            UserError: invalid arguments, with both values and the fix; nothing has changed then.
+            UserError: an argument is invalid; model and optimizer are unchanged.
         """
         # Skips `__init__`, which takes the fields of the spec as separate arguments.
         engine = cls.__new__(cls)
@@ -209,14 +206,14 @@ class Engine:
         return self._parts.updater.average
 
     @property
-    def decisions(self) -> Decisions:
-        """The engine's automatic choices as text, by name; more can be added."""
+    def decisions(self) -> dict[str, str]:
+        """The engine's automatic choices as text, by name; callers may add others."""
         return self._parts.decisions
 
     @property
     def resident_tensors(self) -> Callable[[], ResidentTensors]:
         """Function () -> the tensors that stay in memory between steps, by purpose."""
-        return self._parts.resident_tensors
+        return self._parts.updater.resident.tensors
 
     def step(self, batch: Any) -> StepReport:  # noqa: ANN401 (any nested batch)
         """Make one optimizer update from one effective batch.
@@ -230,13 +227,13 @@ class Engine:
 
         Raises:
             DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
-            ParameterError: the model has other trainable parameters than when the engine was made.
+            ParameterError: the set of trainable parameters has changed since the engine was created.
             NonFiniteError: the loss or the gradient is NaN or infinite.
-            MemoryExhaustedError: out of memory, and smaller micro-batches cannot help.
-            RankFailedError: another rank failed first; if it could report this in time, all ranks may continue.
+            MemoryExhaustedError: the device is out of memory, and smaller micro-batches cannot help.
+            RankFailedError: another rank failed first; start all ranks again from a checkpoint.
             RanksDifferError: batches, settings or calls differ between ranks; the step was not made.
-            ReplicaError: weights differ between ranks; compared every 100 steps.
-            UpdateFailedError: the last update was interrupted, and no state has been loaded since.
+            ReplicaError: weights differ between ranks, which are compared every 100 steps.
+            UpdateFailedError: the last update was interrupted, and no checkpoint has been loaded since.
             UserError: the engine is closed.
         """
         if self._is_closed:
@@ -247,7 +244,7 @@ class Engine:
             if not parts.updater.optimizer_memory.is_allocated:
                 parts.updater.optimizer_memory.allocate()
             progress = self._progress.of(batch, parts.notifier.warn)
-            # Plans and runs; after out of memory, does both again with smaller micro-batches.
+            # Plans and runs the step; after an out-of-memory error, again with smaller micro-batches.
             summed = parts.runner.run(batch, self.num_steps, progress)
             updated = parts.updater.update(summed.gradients, summed.contributions, self.num_steps)
             self._progress.advance(progress, summed.planned.end)
@@ -257,28 +254,28 @@ class Engine:
         return report
 
     def gradients(self, batch: Any) -> dict[str, torch.Tensor | None]:  # noqa: ANN401 (any nested batch)
-        """Return copies of the summed gradient of one effective batch, by parameter name, without an update.
+        """Return copies of the gradient of one effective batch, by parameter name, without an update.
 
-        None for a parameter that no rank used. Parameters, optimizer and position do not change.
+        A parameter that no rank used has the gradient None. Parameters, optimizer and position do not change.
         """
         if self._is_closed:
             self._refuse_closed()
         parts = self._parts
         with parts.failures_reported("engine.gradients", self.num_steps, needs_whole_update=True):
             summed = parts.runner.run(batch, self.num_steps, self._progress.of(batch, parts.notifier.warn))
-            found = {
+            copies = {
                 name: None if gradient is None else parts.context.scaler.unscaled(gradient)
                 for name, gradient in zip(parts.context.prepared.parameters, summed.gradients, strict=True)
             }
-            parts.guard.run_hooks(tuple(found.values()))
+            parts.guard.run_hooks(tuple(copies.values()))
             # Clear only after copying, because gradients may be views of buckets.
             parts.clear_gradients()
-        return found
+        return copies
 
     def evaluate(
-        self, batches: Iterable[Any], metric: "Metric | None" = None, *, averaged: bool = False
+        self, batches: Iterable[Any], metric: Metric | None = None, *, averaged: bool = False
     ) -> dict[str, float]:
-        """Return metrics over all samples of all batches and ranks, the same for any micro-batch and world size.
+        """Return metrics over the samples of all batches and ranks, independent of the micro-batch and world size.
 
         Call it on every rank. The model runs in eval mode and returns to its previous mode afterwards.
 
@@ -290,7 +287,7 @@ class Engine:
             averaged: use the averaged weights, see `average_decay`.
 
         Raises:
-            RanksDifferError, ReplicaError: calls or weights differ between ranks.
+            RanksDifferError, ReplicaError: the calls or the weights differ between ranks.
         """
         from anybatch.engine.evaluation import evaluate, evaluation_mode, stale_statistics  # noqa: PLC0415 (many runs evaluate nothing)
 
@@ -303,11 +300,11 @@ class Engine:
             parts.notifier.warn("statistics_are_not_averaged", stale)
         parts.updater.finite.settle()
         weights = average.in_place() if averaged and average is not None else nullcontext()
-        own = evaluation_weights(self.optimizer)
+        optimizer_weights = evaluation_weights(self.optimizer)
         with evaluation_mode(parts.modules), parts.failures_reported("engine.evaluate", self.num_steps, barrier=True):
             parts.replicas.compare(self.num_steps)
-            with torch.no_grad(), own, weights:
-                found, num_samples = evaluate(
+            with torch.no_grad(), optimizer_weights, weights:
+                metrics, num_samples = evaluate(
                     batches,
                     parts.context.loss if metric is None else metric,
                     context=parts.context,
@@ -315,8 +312,8 @@ class Engine:
                     world=parts.world,
                     on_halved=parts.notifier.halved,
                 )
-        parts.notifier.evaluate(self.num_steps, num_samples, found)
-        return found
+        parts.notifier.evaluate(self.num_steps, num_samples, metrics)
+        return metrics
 
     def save(
         self,
@@ -332,20 +329,21 @@ class Engine:
         Call it on every rank.
 
         Args:
-            folder: for the run's checkpoints, one subfolder each.
+            folder: the folder for the run's checkpoints, with one subfolder for each.
             keep_last: number of checkpoints to keep. To keep the best by a metric, save into a separate folder with
                 `keep_last=1` whenever the metric improves.
             only_trainable: leave out frozen parameters, such as the base of an adapter; the model must have them when
                 the checkpoint is loaded.
-            sharded: each rank writes its shards into a shared folder, without gathering; False: rank 0 writes whole
-                tensors. None: sharded if parameters are. `load` reads both, on any number of ranks.
-            wait: wait until the checkpoint is complete. False: only until each rank has copied its part into host
-                memory; a thread writes it during training, and the next save, load or close waits for it.
+            sharded: True: each rank writes its shards into a shared folder, without gathering. False: rank 0 writes
+                whole tensors. None: True if parameters are sharded. `load` reads both, on any number of ranks.
+            wait: True: wait until the checkpoint is complete. False: wait only until rank 0 has copied the state into
+                host memory; a thread writes it during training, and the next save, load or close waits for the thread.
+                False cannot be combined with shards of several ranks.
 
         Raises:
-            CheckpointError: it could not be written; older ones are untouched. With `wait=False` the next step warns,
-                and the next save, load or close raises it.
-            RanksDifferError, ReplicaError: calls or weights differ between ranks.
+            CheckpointError: the checkpoint could not be written; older ones are unchanged. With `wait=False` the next
+                step warns, and the next save, load or close raises the error.
+            RanksDifferError, ReplicaError: the calls or the weights differ between ranks.
             UpdateFailedError: the last update was interrupted, so weights may be half updated.
 
         Warns:
@@ -357,20 +355,21 @@ class Engine:
     def load(self, path: str | Path) -> Position:
         """Resume from a checkpoint, or from the newest intact one in a folder; return its position in the data.
 
-        With the same world size the run continues bit for bit; with another one, with the same samples and up to
-        rounding. Learning rates come from the checkpoint: to change them, set them in `engine.optimizer` afterwards.
+        With the same world size the run continues bit for bit; with another world size it continues with the same
+        samples, and results agree up to rounding. Learning rates come from the checkpoint: to change them, set them in
+        `engine.optimizer` afterwards.
 
         Raises:
-            CheckpointError: no intact checkpoint, or one of another model, optimizer or precision;
-                nothing has changed then.
+            CheckpointError: there is no intact checkpoint, or it has another model, optimizer or precision; model,
+                optimizer and position are unchanged.
 
         Warns:
-            UserWarning: a newer checkpoint is damaged, and an older one was loaded; or sizes differ from saved ones.
+            UserWarning: the newest checkpoint is damaged, so an older one was loaded; or sizes differ from saved ones.
             AnyBatchWarning: the optimizer class differs, the saved state of an object was not loaded, or unseeded
                 random numbers cannot continue.
         """
         parts = self._parts
-        # No step: after a load that failed on one rank, ranks may be at different ones.
+        # Without a step number: after a load that failed on one rank, ranks may be at different steps.
         with parts.failures_reported("engine.load", None, barrier=True):
             loaded = parts.load(checked_path("path", path), self._restore)
         for skipped in loaded.skipped:
@@ -380,40 +379,25 @@ class Engine:
         return self.position
 
     def save_also(self, **objects: Stateful) -> None:
-        """Save the state of further objects in every checkpoint from now on, and restore it in `load`.
+        """Save the state of these objects in every checkpoint from now on, and restore it in `load`.
 
-        For objects that the engine does not own, such as a loader or a scheduler that you step yourself:
+        For objects that the engine does not use itself, such as a loader or a scheduler that you step yourself:
         `engine.save_also(scheduler=scheduler)`. Call it before `load`. The state of rank 0 is restored on every rank.
 
         Args:
-            objects: by the name to save under; each has `state_dict()` and `load_state_dict(state)`.
+            objects: objects with `state_dict()` and `load_state_dict(state)`, by the name under which to save them.
 
         Raises:
             UserError: an object lacks these methods.
         """
-        for name, found in objects.items():
-            if not isinstance(found, Stateful):
-                message = f"{name}={found!r} cannot be saved: it needs the methods state_dict and load_state_dict."
+        for name, item in objects.items():
+            if not isinstance(item, Stateful):
+                message = f"{name}={item!r} cannot be saved: it needs the methods state_dict and load_state_dict."
                 raise UserError(message)
-        self._parts.further_state.update(objects)
-
-    def align_replicas(self) -> tuple[str, ...]:
-        """Copy the state of rank 0 to every rank: weights, optimizer, scheduler, counters.
-
-        Repairs the run after a `ReplicaError` without a checkpoint. Call it on every rank.
-
-        Returns:
-            Names of the weights that differed.
-        """
-        parts = self._parts
-        with parts.failures_reported("engine.align_replicas", self.num_steps, barrier=True):
-            names, state = parts.of_first_rank(self.num_steps, self._progress)
-            if state is not None:
-                parts.world.run_on_all_processes(lambda: self._restore(state))
-        return names
+        self._parts.also_saved.update(objects)
 
     def _restore(self, state: Mapping[str, Any], path: Path | None = None) -> None:
-        # First, because it raises before it changes anything.
+        # First, because it raises an error before it changes anything.
         self._parts.restore(state, path)
         self.num_steps = int(state["num_steps"])
         self._progress.load_state_dict(state)
@@ -422,8 +406,8 @@ class Engine:
         """Replace the scheduler by a new one, which starts at its beginning.
 
         Args:
-            scheduler: function `optimizer -> scheduler`. First reset the values that the old scheduler has left in the
-                optimizer's parameter groups: `initial_lr` and the learning rates.
+            scheduler: function `optimizer -> scheduler`. Before this call, reset the values that the old scheduler has
+                set in the optimizer's parameter groups: `initial_lr` and the learning rates.
 
         Raises:
             UserError: the function did not return a scheduler.
@@ -459,7 +443,7 @@ class Engine:
     def observed_by(
         self, observer: Observer, on_micro_batch: Callable[[Any], None] = lambda _: None
     ) -> AbstractContextManager[None]:
-        """Return a context with an additional observer, and a function that is called for every micro-batch.
+        """Return a context in which an additional observer receives records, and every micro-batch calls a function.
 
         Args:
             observer: receives the same records as the engine's observer, after it.
@@ -477,6 +461,7 @@ class Engine:
 
     def _record(self, summed: SummedBatch, updated: Updated) -> StepReport:
         """Count the step, and return its report."""
+        noise = self._parts.noise
         report = StepReport(
             step=self.num_steps,
             plan=summed.planned.plan,
@@ -489,8 +474,8 @@ class Engine:
             counts=summed.counts,
             gradient_norm=updated.gradient_norm,
             too_large=summed.too_large,
-            noise=None if summed.noise is None else self._parts.with_noise(summed),
+            noise=None if noise is None or summed.noise is None else noise.add(summed.noise),
         )
         self.num_steps += 1
-        self._parts.updater.broken_off = ""  # the update is counted
+        self._parts.updater.interrupted_by = ""  # the update is counted
         return report

@@ -1,19 +1,17 @@
 """State that a forward changes (a queue, a centre, a codebook), other than normalisation statistics.
 
-A native batch reads such state once, but each micro-batch would read the value from the previous one. `BufferUpdates`
-updates chosen buffers once per step; `StateWatch` finds other state, and warns once.
+In an un-split batch, the forward reads such state once; in a split batch, each micro-batch would read the value that
+the previous one has written. `BufferUpdates` updates chosen buffers once per step; `StateWatch` warns of others.
 """
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from anybatch.core.loss import Loss
 from anybatch.core.splitting import BatchPlan, CutConstraints
@@ -21,57 +19,52 @@ from anybatch.core.torch_internals import BatchNormBase, InstanceNormBase, num_c
 from anybatch.data.random_state import host_random_digest
 from anybatch.engine.accumulate import MicroBatch
 from anybatch.engine.notifier import Notifier
-from anybatch.engine.torch_internals import is_compiled
 from anybatch.errors import CompositionError, UserError
 from anybatch.parallel.strategy import Capabilities, Strategy
 from anybatch.parallel.world import World
 
 PooledUpdate = Callable[[Tensor, Sequence[Tensor], Sequence[int]], Tensor]
-"""Function (value before the step, values after each micro-batch, their numbers of samples) -> value after the step."""
+"""Function (value before the step, value after each micro-batch, samples of each) -> value after the step."""
 BufferUpdate = Literal["keep", "first", "mean"] | PooledUpdate
 _NAMES = ("keep", "first", "mean")
 _NOTHING = nullcontext()
 
 
 @dataclass(slots=True, eq=False)
-class _Pool:
-    """One buffer, and its values in this step."""
+class _PooledBuffer:
+    """One buffer, its value before the step, and its (start, samples, value) after each micro-batch."""
 
     owner: nn.Module
     name: str
     update: BufferUpdate
     before: Tensor = field(default_factory=lambda: torch.empty(0))
     value: Tensor = field(default_factory=lambda: torch.empty(0))
-    found: list[tuple[int, int, Tensor]] = field(default_factory=list)
+    values: list[tuple[int, int, Tensor]] = field(default_factory=list)
     pooled: Tensor | None = None
 
     def begin(self) -> None:
-        """Save the value, and drop the values of an earlier step or attempt."""
+        """Copy the value before the step, and drop the values of an earlier step or attempt."""
         self.before = self.owner.get_buffer(self.name)
         self.value = self.before.detach().clone()
-        self.found, self.pooled = [], None
+        self.values, self.pooled = [], None
 
     def restore(self) -> None:
         """Restore the value before the step, even if the module has replaced the tensor."""
         self.before.copy_(self.value)
         setattr(self.owner, self.name, self.before)
 
-    def note(self, start: int, number: int) -> None:
-        """Record the value after a micro-batch."""
+    def record(self, start: int, number: int) -> None:
+        """Record the value after a micro-batch of `number` samples that begins at sample `start`."""
         value = self.owner.get_buffer(self.name).detach()
         if self.update == "mean":
-            total = self.found[0][2] if self.found else torch.zeros_like(value, dtype=_wide(value))
-            self.found = [(start, number, total + value.to(total.dtype) * number)]
-        elif self.update != "first" or not self.found:
-            self.found.append((start, number, value.clone()))
+            total = self.values[0][2] if self.values else torch.zeros_like(value, dtype=_wide(value))
+            self.values = [(start, number, total + value.to(total.dtype) * number)]
+        elif self.update != "first" or not self.values:
+            self.values.append((start, number, value.clone()))
 
 
 class BufferUpdates:
-    """Updates chosen buffers once per effective batch.
-
-    Raises:
-        UserError: an update is unknown, or a pattern matches no buffer or one of an unsuitable type.
-    """
+    """Updates chosen buffers once per effective batch."""
 
     def __init__(
         self, chosen: Mapping[str, BufferUpdate], modules: nn.Module, strategy: Strategy, world: World
@@ -79,24 +72,24 @@ class BufferUpdates:
         self._strategy = strategy
         self._world = world
         self.names = frozenset[str]()
-        self._pools = self._found(chosen, modules)
+        self._pools = self._matching(chosen, modules)
         self._num_counted = 0
 
     def refuse_with(self, loss: Loss, constraints: CutConstraints, needs: Capabilities) -> None:
-        """Raise a `CompositionError` if micro-batches run twice, interleaved or in parts."""
+        """Raise a `CompositionError` if a micro-batch runs twice, in parts, or interleaved with other micro-batches."""
         if self._pools and (loss.kind.encode is not None or constraints.every_unit):
             what = "ab.joint" if loss.kind.encode else "norms='exact'"
             message = (
-                f"buffers={{{self._pools[0].name!r}: ...}} does not work with {what}. Each micro-batch must start from "
-                f"the value before the step, but {what} runs parts of each more than once, interleaved with others. "
+                f"buffers={{{self._pools[0].name!r}: ...}} cannot be combined with {what}. Each micro-batch must start "
+                f"from the value before the step, but {what} runs micro-batches twice, or interleaves them. "
                 "Omit buffers=, and update the buffers outside of the forward, once per step."
             )
             raise CompositionError(message, code="forwards_run_twice")
         if self._pools and needs.splits_micro_batches:
             message = (
-                f"buffers={{{self._pools[0].name!r}: ...}} does not work with strategy {needs.name!r}, which splits "
-                "each micro-batch over replicas, so that a buffer sees only a part of it. Use strategy='all_reduce' "
-                "(torchrun)."
+                f"buffers={{{self._pools[0].name!r}: ...}} cannot be combined with strategy {needs.name!r}. It divides "
+                "each micro-batch among replicas, so that a replica's buffer depends on only a part of it. Use "
+                "strategy='all_reduce' (torchrun)."
             )
             raise CompositionError(message)
 
@@ -106,7 +99,7 @@ class BufferUpdates:
         return not self._pools
 
     def effective_batch(self) -> AbstractContextManager[None]:
-        """Return the context for the micro-batches of an effective batch, a new one for each attempt."""
+        """Return the context for running the micro-batches of an effective batch; each attempt needs a new one."""
         return self._running() if self._pools else _NOTHING
 
     @contextmanager
@@ -120,7 +113,7 @@ class BufferUpdates:
             self._restore()
 
     def before(self, micro_batch: MicroBatch) -> None:  # noqa: ARG002 (the loop's)
-        """Restore the values before the step for a micro-batch."""
+        """Restore the values from before the step, so that the next micro-batch starts from them."""
         self._restore()
 
     def after(self, micro_batch: MicroBatch, _contributions: Sequence[Tensor]) -> None:
@@ -129,19 +122,19 @@ class BufferUpdates:
         if unit.weight:  # not a filler
             self._num_counted += unit.num_samples
             for pool in self._pools:
-                pool.note(unit.start, unit.num_samples)
+                pool.record(unit.start, unit.num_samples)
 
     def pool(self) -> None:
-        """Compute the new values with all ranks, after none of them can abort the step any more."""
-        # Not the plan's numbers of samples: micro-batches with a count of 0 do not run.
+        """Compute the new values from all ranks; call this when no rank can abort the step any more."""
+        # Not the plan's numbers of samples, because micro-batches with a count of 0 do not run.
         rows = self._world.gather_numbers((self._num_counted,)) if self._pools else []
         for pool in self._pools:
             with torch.no_grad():
                 pool.pooled = self._new_value(pool, [number for (number,) in rows])
-            pool.found = []
+            pool.values = []
 
     def update(self) -> None:
-        """Write the new values, when the parameters are updated."""
+        """Write the new values; called when the parameters are updated."""
         for pool in self._pools:
             if pool.pooled is not None:
                 with torch.no_grad():
@@ -153,29 +146,29 @@ class BufferUpdates:
         for pool in self._pools:
             pool.restore()
 
-    def _new_value(self, pool: _Pool, numbers: Sequence[float]) -> Tensor:
-        """Return a buffer's new value, or the old one if no micro-batch ran."""
+    def _new_value(self, pool: _PooledBuffer, numbers: Sequence[float]) -> Tensor:
+        """Return a buffer's new value, or its value from before the step if no micro-batch ran."""
         if callable(pool.update):
-            local = [(start, number, value.cpu()) for start, number, value in pool.found]
+            local = [(start, number, value.cpu()) for start, number, value in pool.values]
             with self._world.collective():
                 shares = self._world.gather_objects(local)
-            # In the order of the effective batch, which does not depend on the cut or the number of ranks.
-            found = sorted((entry for share in shares for entry in share), key=lambda entry: entry[0])
-            values = [value.to(pool.value.device) for _, _, value in found]
-            return pool.update(pool.value, values, [number for _, number, _ in found]) if found else pool.value
+            # In the order of the effective batch, which does not depend on the number of ranks.
+            entries = sorted((entry for share in shares for entry in share), key=lambda entry: entry[0])
+            values = [value.to(pool.value.device) for _, _, value in entries]
+            return pool.update(pool.value, values, [number for _, number, _ in entries]) if entries else pool.value
         first = next((rank for rank, number in enumerate(numbers) if number), None)
         if first is None:
             return pool.value
         dtype = _wide(pool.value)
-        # Shares are consecutive, so the first rank that ran anything has the value of the first micro-batch.
-        counts = bool(pool.found) and (pool.update == "mean" or first == self._world.rank)
-        share = pool.found[0][2].to(dtype) if counts else torch.zeros_like(pool.value, dtype=dtype)
+        # Shares are consecutive, so the first rank that ran a micro-batch has the value of the first micro-batch.
+        counts = bool(pool.values) and (pool.update == "mean" or first == self._world.rank)
+        share = pool.values[0][2].to(dtype) if counts else torch.zeros_like(pool.value, dtype=dtype)
         with self._world.collective():
             total = self._strategy.sum(share)
         return total / sum(numbers) if pool.update == "mean" else total
 
-    def _found(self, chosen: Mapping[str, BufferUpdate], modules: nn.Module) -> list[_Pool]:
-        pools: dict[str, _Pool] = {}
+    def _matching(self, chosen: Mapping[str, BufferUpdate], modules: nn.Module) -> list[_PooledBuffer]:
+        pools: dict[str, _PooledBuffer] = {}
         buffers = dict(_candidate_buffers(modules))
         for pattern, update in chosen.items():
             if not callable(update) and update not in _NAMES:
@@ -195,13 +188,13 @@ class BufferUpdates:
                     dtype = owner.get_buffer(attribute).dtype
                     message = f"buffers[{pattern!r}]='mean', but {name!r} is {dtype}: use 'first' or a function."
                     raise UserError(message, code="mean_of_integers")
-                pools[name] = _Pool(owner, attribute, update)
+                pools[name] = _PooledBuffer(owner, attribute, update)
         self.names = frozenset(pools)
         return [pool for pool in pools.values() if pool.update != "keep"]
 
 
 def _candidate_buffers(modules: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
-    """Yield buffers other than normalisation statistics: the full name, and the module and the name in it."""
+    """Yield buffers other than normalisation statistics: the full name, and (the module, the name in the module)."""
     for prefix, module in modules.named_modules():
         if not isinstance(module, (BatchNormBase, InstanceNormBase)):
             for name, _ in module.named_buffers(recurse=False):
@@ -216,167 +209,90 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 _NUM_STEPS = 2
-"""Steps in which changes are detected: a tensor created in the first step can only change in the second."""
-_NAMED = 4
-_READ_AS_NUMBERS = frozenset({"item", "tolist", "__bool__", "__float__", "__int__", "numpy"})
-_PARTS = frozenset({"_parameters", "_buffers", "_modules"})
-_IN_PLACE = frozenset(
-    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-) | {"__setitem__", "__set__"}
-_PURPOSE = "Detecting changes by a forward"
-_State = Mapping[str, tuple[Tensor, ...]]
+"""Number of first steps in which draws from Python's and numpy's generators are detected."""
+_MAX_NAMES = 4
 
 
 @dataclass(eq=False, repr=False)
 class StateWatch:
-    """Warns of state that a forward changes and reads, and of random numbers that are not keyed."""
+    """Warns of buffers that a forward changes, and of random numbers that the engine does not seed.
+
+    `chosen` are the buffers in `Engine(buffers=...)`; `keyed` is whether the engine seeds random numbers.
+    """
 
     modules: nn.Module
     chosen: Collection[str]
     notifier: Notifier
-    num_ranks: int
     _: KW_ONLY
     keyed: bool
     watches_state: bool
 
     def __post_init__(self) -> None:
-        self._steps_left = _NUM_STEPS if self.watches_state else 0
-        self.draws_left = _NUM_STEPS if self.keyed else 0
-        self._changed: set[str] = set()
-
-    @property
-    def is_looking(self) -> bool:
-        """Whether steps with several micro-batches are still checked for state."""
-        return bool(self._steps_left or self._changed)
-
-    def effective_batch(self, plan: BatchPlan) -> AbstractContextManager[None]:
-        """Return the context for the micro-batches of an effective batch."""
-        num_micro_batches = sum(map(len, plan.shares))
-        is_watched = num_micro_batches > 1 and (self._steps_left or self._changed)
-        watched = self._watched(num_micro_batches) if is_watched else _NOTHING
-        return self._draws_watched(watched) if self.draws_left else watched
+        self.is_looking = self.watches_state  # until the first step with several micro-batches
+        self.draw_checks_left = _NUM_STEPS if self.keyed else 0
 
     @contextmanager
-    def _draws_watched(self, watched: AbstractContextManager[None]) -> Iterator[None]:
-        """Warn if a forward draws numbers that the engine does not key."""
-        before = host_random_digest()
-        with watched:
-            yield
-        self.draws_left -= 1
+    def effective_batch(self, plan: BatchPlan) -> Iterator[None]:
+        """Watch the micro-batches of an effective batch; an attempt that fails does not count."""
+        num_micro_batches = sum(map(len, plan.shares))
+        buffers = self._buffers() if self.is_looking and num_micro_batches > 1 else {}
+        versions = num_changes(buffers.values(), "Detecting changes by a forward")
+        draws = host_random_digest() if self.draw_checks_left else ()
+        yield
+        if self.is_looking and num_micro_batches > 1:
+            self.is_looking = False
+            now = self._buffers()
+            names = [
+                name
+                for (name, before), version in zip(buffers.items(), versions, strict=True)
+                if name in now and _has_changed(before, version, now[name])
+            ]
+            if names:
+                self._warn(names, num_micro_batches)
+        if self.draw_checks_left:
+            self._compare_draws(draws)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Return the floating-point buffers whose update was not chosen; integers are usually counters."""
+        values = {name: owner.get_buffer(attribute) for name, (owner, attribute) in _candidate_buffers(self.modules)}
+        return {
+            name: buffer
+            for name, buffer in values.items()
+            if name not in self.chosen and buffer.is_floating_point() and not buffer.is_inference()
+        }
+
+    def _compare_draws(self, before: Sequence[int]) -> None:
+        """Warn if a forward has drawn random numbers from generators that the engine does not seed."""
+        self.draw_checks_left -= 1
         drew = [
             name for name, a, b in zip(("random", "numpy.random"), before, host_random_digest(), strict=False) if a != b
         ]
         if drew:
-            self.draws_left = 0
+            self.draw_checks_left = 0
             self.notifier.warn(
                 "draws_are_not_keyed",
-                f"the model or the loss function draws from {' and '.join(drew)}, which the engine does not key. So "
-                "the numbers depend on the cut and the number of ranks, and differ after a resume. Draw from torch's "
-                "generators (torch.rand), or in the data set, whose numbers belong to samples.",
+                f"the model or the loss function draws from {' and '.join(drew)}, which the engine does not seed. So "
+                "the numbers depend on the split and the number of ranks, and differ after a resume. Draw from "
+                "torch's generators (torch.rand), or in the data set, whose numbers belong to samples.",
             )
 
-    @contextmanager
-    def _watched(self, num_micro_batches: int) -> Iterator[None]:
-        if self._steps_left:
-            before = self._states()
-            versions = {name: num_changes(tensors, _PURPOSE) for name, tensors in before.items()}
-            yield
-            self._compare(before, versions)
-        else:
-            read = _ReadWatch({name: tensors for name, tensors in self._states().items() if name in self._changed})
-            with read:
-                yield
-            self._changed = set()  # not after an error, when the step is repeated
-            if read.names:
-                self._warn(sorted(read.names), num_micro_batches)
-
-    def _states(self) -> dict[str, tuple[Tensor, ...]]:
-        """Return the tensors of modules by name, except parameters and running statistics."""
-        states = {}
-        for prefix, module in self.modules.named_modules():
-            if isinstance(module, (BatchNormBase, InstanceNormBase)):
-                continue
-            for name, value in (*module.named_buffers(recurse=False), *vars(module).items()):
-                tensors = () if name in _PARTS else _tensors(value)
-                full = f"{prefix}.{name}" if prefix else name
-                if tensors and full not in self.chosen:
-                    states[full] = tensors
-        return states
-
-    def _compare(self, before: _State, versions: Mapping[str, Sequence[int]]) -> None:
-        after = self._states()
-        for name, tensors in before.items():
-            now = after.get(name, ())
-            # A different shape means a cache that has grown, such as a cache of positions.
-            alike = len(now) == len(tensors) and all(a.shape == b.shape for a, b in zip(now, tensors, strict=True))
-            same = all(a is b for a, b in zip(now, tensors, strict=False))
-            if alike and not (same and num_changes(tensors, _PURPOSE) == versions[name]):
-                self._changed.add(name)
-        self._steps_left -= 1
-        # Reads in compiled code cannot be detected.
-        if not self._steps_left and any(map(is_compiled, self.modules.modules())):
-            self._changed.clear()
-
     def _warn(self, names: Sequence[str], num_micro_batches: int) -> None:
-        named = ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" * (len(names) > _NAMED))
-        buffers = dict(self.modules.named_buffers())
-        first = next((name for name in names if name in buffers), None)
-        apart = "" if self.num_ranks == 1 else ", and values differ between ranks"
-        cure = (
-            f"With Engine(buffers={{{first!r}: 'mean'}}), every micro-batch starts from the value before the step, and "
-            "the new value is their mean over samples. Other choices: 'first' uses the value of the first micro-batch "
-            "(for state that depends on weights only, as in a spectral norm), a function (before, after, num_samples) "
-            "combines the values, and 'keep' silences this warning."
-            if first
-            else "Make it a buffer (register_buffer) and choose its update with Engine(buffers={name: 'mean'}), or "
-            "keep it outside of the model."
-        )
+        more = f" and {len(names) - _MAX_NAMES} more" * (len(names) > _MAX_NAMES)
         self.notifier.warn(
             "forward_updates_state",
-            f"the forward updates state that it also reads: {named}. Each of {num_micro_batches} micro-batches read "
-            f"the value from the previous one{apart}, but the native batch reads it once, so the gradient depends on "
-            f"the cut. {cure}",
+            f"the forward updates state: {', '.join(map(repr, names[:_MAX_NAMES]))}{more}, in each of "
+            f"{num_micro_batches} micro-batches instead of once per step. If the forward also reads this state, the "
+            "gradient depends on the split and differs from the gradient of the un-split batch. "
+            f"Engine(buffers={{{names[0]!r}: 'mean'}}) starts each micro-batch from the value "
+            "before the step and sets the mean over samples; 'first' takes the first micro-batch's value (spectral "
+            "norms), a function combines the values (queues), and 'keep' silences this warning.",
         )
 
 
-class _ReadWatch(TorchFunctionMode):
-    """Records which of some tensors are read; a write does not count as a read."""
-
-    def __init__(self, states: _State) -> None:
-        super().__init__()
-        # Keep the tensors alive, so that no other tensor can get the same id.
-        self._states = states
-        self._owners = {id(tensor): name for name, tensors in states.items() for tensor in tensors}
-        self.names: set[str] = set()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 (torch's protocol)
-        """Run the function, and record its reads."""
-        given = dict(kwargs or {})
-        result = func(*args, **given)
-        name = getattr(func, "__name__", "")
-        # `.data` is used to write without autograd.
-        is_handle = name == "__get__" and func.__self__ in (Tensor.data, Tensor.grad)
-        computes = name in _READ_AS_NUMBERS or (bool(_tensors(result)) and not is_handle)
-        if computes and self._owners:
-            read = list(args[1:] if _writes(name) else args) + [v for key, v in given.items() if key != "out"]
-            self.names |= {
-                self._owners[id(item)] for value in read for item in _tensors(value) if id(item) in self._owners
-            }
-        return result
-
-
-def _writes(name: str) -> bool:
-    """Return whether a function writes to its first argument: `add_`, `__setitem__`, `__iadd__`."""
-    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-
-
-def _tensors(value: object) -> tuple[Tensor, ...]:
-    """Return a tensor, or the tensors in a list, tuple, deque or dict, without parameters."""
-    values = (
-        value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, deque)) else [value]
-    )
-    return tuple(
-        item
-        for item in values
-        if isinstance(item, Tensor) and not isinstance(item, nn.Parameter) and not item.is_inference()
-    )
+def _has_changed(before: Tensor, version: int, now: Tensor) -> bool:
+    """Return whether a buffer has another value; a buffer with another shape or type is a cache, which may change."""
+    if now is before:
+        return num_changes([now], "Detecting changes by a forward") != [version]
+    if now.shape != before.shape or now.dtype != before.dtype or now.device != before.device:
+        return False
+    return not torch.equal(now, before)

@@ -1,18 +1,18 @@
-"""From any batch to planned and counted micro-batches in the order in which they run."""
+"""Plan any batch, count the items of its loss terms, and prepare its micro-batches in the order in which they run."""
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from anybatch.core.batch import Placement, Position, lengths_of, picked, taken
+from anybatch.core.batch import LaterUnits, Placement, Position, Positions, select, select_each
 from anybatch.core.compatibility import Feature, refuse_compositions
 from anybatch.core.loss import Loss, TermFactors, factors_of, unit_counts
-from anybatch.core.randomness import BatchKey, joint_seed, unit_seed
+from anybatch.core.randomness import BatchKey, joint_seed, micro_batch_seed
 from anybatch.core.splitting import BatchPlan, CutConstraints, Unit, plan_shares
 from anybatch.core.tree import Batch, copied, moved_to, read_samples, slice_read, tensors_of
 from anybatch.engine.accumulate import MicroBatch
@@ -28,7 +28,7 @@ class RankShare:
     batch: Batch | None
 
     def __repr__(self) -> str:
-        """Return the share in a sentence, without the numbers in its tensors."""
+        """Return a description of the share without the values of its tensors."""
         if self.batch is None:
             return "Share of a rank whose loader has ended: no samples."
         return f"Share of one rank in an effective batch: {type(self.batch).__name__} in share.batch."
@@ -38,14 +38,14 @@ class PlannedBatch(NamedTuple):
     """An effective batch that is planned but not loaded; a tuple for speed.
 
     Attributes:
-        plan: the units of each rank.
+        plan: the units (numbered micro-batches) of each rank.
         units: this rank's units.
-        sample_ids: global ids of all samples, in the order in which they are cut.
-        seed: first word of every random key.
+        sample_ids: global ids of all samples, in the order in which they are cut into units.
+        seed: seed of the data; with the step and sample, it determines all random numbers.
         end: position in the data after this batch.
         micro_batches: the data of each unit of this rank, on the host, loaded on demand.
-        pick: function (lists of places in the plan) -> a micro-batch for each list, on the host, loaded again.
-        picks_any: whether `pick` accepts places of other ranks too.
+        pick: function (lists of sample positions in the plan) -> a micro-batch for each, loaded again on the host.
+        picks_any: whether `pick` accepts samples of other ranks too.
     """
 
     plan: BatchPlan
@@ -65,9 +65,8 @@ class CountedBatch(NamedTuple):
         planned: the batch and its plan.
         divisors: the count of each loss term over all ranks.
         micro_batches: this rank's micro-batches that contribute to the loss, each with its data on the device.
-        replay: the data of `micro_batches` again, from the host, for a loss across samples; empty for others.
-        seed: seed of the numbers that such a loss draws once for the whole effective batch.
-        left_out: a micro-batch of this rank with a count of 0, on the host; None without one.
+        replay: the data of `micro_batches` again, for the second pass of a loss across samples; empty for other losses.
+        seed: seed of the random numbers that a loss across samples draws once for the whole effective batch.
     """
 
     planned: PlannedBatch
@@ -75,52 +74,41 @@ class CountedBatch(NamedTuple):
     micro_batches: Iterator[tuple[MicroBatch, Batch]]
     replay: Iterator[Batch]
     seed: int
-    left_out: Batch | None = None
 
 
 def plan_effective_batch(batch: Any, placement: Placement, world: World, start: Position) -> PlannedBatch:  # noqa: ANN401
     """Plan an effective batch, given as a whole or as the shares of the ranks."""
     if isinstance(batch, RankShare) or not is_effective_batch(batch):
         return _plan_share(batch if isinstance(batch, RankShare) else RankShare(batch), placement, world, start)
-    if (lengths := lengths_of(batch)) is not None:
-        batch, lengths = placement.laid_out(batch)
+    lengths = getattr(batch, "lengths", None)  # as in `lengths_of`, without a call in every step
+    if lengths is not None:
+        batch, lengths = placement.choose_layout(batch)
     sample_ids = batch.sample_ids
     plan = placement.plan(len(sample_ids), lengths)
+
+    def load(in_plan: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
+        in_batch = in_plan if plan.order is None else [select(plan.order, positions) for positions in in_plan]
+        micro_batches: Iterator[Batch] = batch.feed(in_batch, later_units)
+        return micro_batches
+
     units = plan.shares[placement.rank]
     return PlannedBatch(
         plan=plan,
         units=units,
-        sample_ids=sample_ids if plan.order is None else taken(sample_ids, plan.order),
+        sample_ids=sample_ids if plan.order is None else select(sample_ids, plan.order),
         seed=batch.seed,
         end=batch.end,
-        micro_batches=batch.feed([plan.positions(unit) for unit in units], placement.units),
-        pick=lambda lists: batch.feed(lists if plan.order is None else [taken(plan.order, places) for places in lists]),
+        micro_batches=load([range(unit.start, unit.stop) for unit in units], placement.units),
+        pick=load,
         picks_any=True,
     )
 
 
-class SumsWithoutCount(Protocol):
-    """Detects loss terms whose sum can be nonzero in a micro-batch with a count of 0."""
-
-    def is_needed(self, counts: Sequence[tuple[float, ...]]) -> bool:
-        """Return whether micro-batches with these counts need a probe."""
-        ...
-
-    def probe(self, micro_batches: Sequence[Batch], counts: Sequence[tuple[float, ...]]) -> None:
-        """Detect such terms."""
-        ...
-
-    @property
-    def names(self) -> Collection[str]:
-        """The terms detected so far."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class _UnitInTurn:
-    """A unit that this rank runs, with its factors and its turn."""
+class _RunningUnit:
+    """A unit that this rank runs, with the factors of its loss and its turn (whether it is the first or the last)."""
 
-    place: int  # index among this rank's units
+    index: int  # among all units of this rank
     unit: Unit
     factors: tuple[TermFactors, ...]
     turn: Turn
@@ -129,60 +117,58 @@ class _UnitInTurn:
 class BatchCounter:
     """Counts the terms of the loss in effective batches, and prepares their micro-batches."""
 
-    def __init__(self, loss: Loss, world: World, constraints: CutConstraints, sums: SumsWithoutCount) -> None:
+    def __init__(self, loss: Loss, world: World, constraints: CutConstraints, sums: Any) -> None:  # noqa: ANN401 (`UncountedSums`)
         self._loss = loss
         self._world = world
         self._constraints = constraints
         self._sums = sums
         self._needs_data, self._has_two_passes = loss.needs_data_to_count, loss.kind.encode is not None
         self._is_on_host = world.device.type == "cpu"
-        # Cached values that depend on the plan only, since most steps have the same plan.
-        self._newest: tuple[BatchPlan | None, tuple[float, ...], list[_UnitInTurn]] = (None, (), [])
+        # The last plan, and values that depend on the plan only; cached, since most steps have the same plan.
+        self._newest: tuple[BatchPlan | None, tuple[float, ...], list[_RunningUnit]] = (None, (), [])
 
     def count(self, planned: PlannedBatch, step: int) -> CountedBatch:
-        """Count the terms of the loss, agree on the counts over ranks, and prepare the micro-batches.
+        """Count the items of each loss term, sum the counts over ranks, and prepare the micro-batches.
 
         If counts need the data, all of this rank's micro-batches are loaded (on the host) before the first one runs.
         """
-        device, micro_batches, left_out = self._world.device, planned.micro_batches, None
+        device, micro_batches = self._world.device, planned.micro_batches
         if self._needs_data:
             planned, loaded, counts, divisors = self._count_from_data(planned)
-            in_turn = self._in_turn(planned, counts, divisors)
-            micro_batches = iter([loaded[turn.place] for turn in in_turn])
-            left_out = next((batch for batch, count in zip(loaded, counts, strict=True) if not any(count)), None)
+            running = self._running_units(planned, counts, divisors)
+            micro_batches = iter([loaded[item.index] for item in running])
         else:
-            divisors, in_turn = self._count_samples(planned)
+            divisors, running = self._count_samples(planned)
         replay: Iterator[Batch] = iter(())
         if self._has_two_passes:
-            micro_batches, replay = itertools.tee(micro_batches)  # stay on the host until they are used twice
+            micro_batches, replay = itertools.tee(micro_batches)  # kept on the host until both passes have used them
             # The first pass may change its batch, so it gets a copy, unless a move to the device makes one.
             micro_batches = (_private_copy(batch, device) for batch in micro_batches)
         if not self._is_on_host:
             micro_batches, replay = to_device(micro_batches, device), to_device(replay, device)
-        # Created in advance: between two backwards the same lines would take several times as long, with cold caches.
+        # Created in advance, because between two backwards this code takes several times as long, with cold caches.
         key = BatchKey(planned.seed, step, planned.sample_ids)
-        lined_up = []
-        for item in in_turn:
-            seed = unit_seed(planned.seed, step, planned.sample_ids[item.unit.start])
-            lined_up.append(MicroBatch(item.unit, item.factors, item.turn, seed, key))
+        prepared = []
+        for item in running:
+            seed = micro_batch_seed(planned.seed, step, planned.sample_ids[item.unit.start])
+            prepared.append(MicroBatch(item.unit, item.factors, item.turn, seed, key))
         return CountedBatch(
             planned=planned,
             divisors=divisors,
-            micro_batches=zip(lined_up, micro_batches, strict=True),
+            micro_batches=zip(prepared, micro_batches, strict=True),
             replay=replay,
             seed=joint_seed(planned.seed, step) if self._has_two_passes else 0,
-            left_out=left_out,
         )
 
-    def _count_samples(self, planned: PlannedBatch) -> tuple[tuple[float, ...], list[_UnitInTurn]]:
-        """Return divisors and units if every term counts samples: from the plan, without data or communication."""
+    def _count_samples(self, planned: PlannedBatch) -> tuple[tuple[float, ...], list[_RunningUnit]]:
+        """Return divisors and units if every term is a mean over samples: from the plan, without communication."""
         plan = planned.plan
         if plan is not self._newest[0]:
             num_terms = len(self._loss.names)
             counts = [(float(unit.num_samples),) * num_terms for unit in planned.units]
             divisors = (float(planned.plan.num_samples),) * num_terms
             self._refuse_nothing(planned, divisors)
-            self._newest = plan, divisors, self._in_turn(planned, counts, divisors)
+            self._newest = plan, divisors, self._running_units(planned, counts, divisors)
         return self._newest[1:]
 
     def _count_from_data(
@@ -196,14 +182,15 @@ class BatchCounter:
         def load_and_count(units: Sequence[Unit] = planned.units) -> list[float]:
             loaded.extend(planned.micro_batches)
             counts.extend(unit_counts(loss, batch, unit.num_samples) for batch, unit in zip(loaded, units, strict=True))
-            # A unit of weight 0 repeats samples that another unit counts.
+            # Units of weight 0 are not counted, since they repeat samples of other units.
             local = [sum(c[j] for c, u in zip(counts, units, strict=True) if u.weight) for j in range(len(loss.names))]
             return [*local, float(any(map(any, counts))), float(sums.is_needed(counts))]
 
-        # One message: the counts of all terms, whether this rank has anything to run, and whether it needs a probe.
+        # One message has the counts of all terms, whether this rank has anything to run, and whether it must run the
+        # model to find the terms that are sums without a count.
         rows = world.gather_from(load_and_count, len(loss.names) + 2)
         divisors = tuple(sum(column) for column in zip(*rows, strict=True))[:-2]
-        # In lockstep every rank must run the model equally often, so all of them probe if one needs it.
+        # In lockstep every rank must run the model equally often, so all ranks run it if one must.
         needs_probe = any(row[-1] for row in rows) if constraints.lockstep else rows[world.rank][-1]
         if needs_probe and any(divisors):
             sums.probe(loaded, counts)
@@ -213,34 +200,34 @@ class BatchCounter:
         self._refuse_nothing(planned, divisors)
         return planned, loaded, counts, divisors
 
-    def _in_turn(
+    def _running_units(
         self, planned: PlannedBatch, counts: Sequence[tuple[float, ...]], divisors: tuple[float, ...]
-    ) -> list[_UnitInTurn]:
-        """Return the units to run: those with a count, or all if a term has sums without a count.
+    ) -> list[_RunningUnit]:
+        """Return the units to run: units with a count above 0, or all units if a term is a sum without a count.
 
-        A mean over nothing is NaN, so units with a count of 0 are skipped otherwise.
+        A mean over no items is NaN, so other units are skipped.
         """
         loss, sums, constraints = self._loss, self._sums.names, self._constraints
         every_unit = constraints.every_unit or constraints.lockstep or bool(sums)
-        # The last unit that runs starts the reduction, so it must be known before the first one runs.
-        running = [number for number, count in enumerate(counts) if any(count) or every_unit]
-        first, last = (running[0], running[-1]) if running else (-1, -1)
+        # The last unit that runs starts the reduction, so it must be known before the first unit runs.
+        numbers = [number for number, count in enumerate(counts) if any(count) or every_unit]
+        first, last = (numbers[0], numbers[-1]) if numbers else (-1, -1)
         known: dict[tuple[tuple[float, ...], float], tuple[TermFactors, ...]] = {}  # most units have equal counts
-        in_turn = []
-        for number in running:
+        running = []
+        for number in numbers:
             unit = planned.units[number]
             key = (counts[number], unit.weight)
             if key not in known:
                 known[key] = factors_of(loss, counts[number], divisors, unit.weight, sums)
-            in_turn.append(_UnitInTurn(number, unit, known[key], Turn(first=number == first, last=number == last)))
-        return in_turn
+            running.append(_RunningUnit(number, unit, known[key], Turn(first=number == first, last=number == last)))
+        return running
 
     def _refuse_nothing(self, planned: PlannedBatch, divisors: tuple[float, ...]) -> None:
         """Raise a `LossError` for a loss that would be 0 / 0."""
         names = self._loss.names
         if not any(divisors):
             message = (
-                f"nothing to learn from: every loss term ({', '.join(names)}) counts 0 over all "
+                f"nothing to learn from: every loss term ({', '.join(names)}) has a count of 0 over all "
                 f"{planned.plan.num_samples} samples of the effective batch (all targets masked?). "
                 "The loss would be 0 / 0. Filter such batches out, or use a larger effective batch."
             )
@@ -248,24 +235,15 @@ class BatchCounter:
 
 
 def _private_copy(batch: Batch, device: torch.device) -> Batch:
-    """Return a copy of a batch; tensors on other devices are shared, since the move to the device copies them."""
+    """Return a copy of a batch; tensors on other devices are not copied, since the move to `device` copies them."""
     return copied(batch, lambda tensor: tensor if tensor.device != device else tensor.clone())
-
-
-def report_failed_count(error: BaseException, loss: Loss, world: World) -> None:
-    """Raise the error, and send it to the other ranks, which wait in `BatchCounter` for this rank's counts."""
-
-    def fail() -> list[float]:
-        raise error
-
-    world.gather_from(fail, len(loss.names) + 2)
 
 
 def _fill_empty_units(
     planned: PlannedBatch, loaded: Sequence[Batch], counts: Sequence[tuple[float, ...]]
 ) -> tuple[PlannedBatch, list[Batch], list[tuple[float, ...]]]:
-    """Replace units with a count of 0 by fillers, since every unit must run in lockstep."""
-    # It exists: ranks with a count of 0 were refused before.
+    """Replace units with a count of 0 by fillers (copies of weight 0), since in lockstep every unit must run."""
+    # There is a unit with a count, since a batch with a rank whose count is 0 was refused before.
     busy = next(number for number, count in enumerate(counts) if any(count))
     chosen = [number if any(count) else busy for number, count in enumerate(counts)]
     units = tuple(
@@ -279,13 +257,14 @@ def _fill_empty_units(
     )
 
 
-def _refuse_idle_rank(busy: Sequence[int], lacks: str) -> None:
-    """Raise a `DataError` on every rank if some rank has nothing to run."""
-    if all(busy):
+def _refuse_idle_rank(has_items: Sequence[int], lacks: str) -> None:
+    """Raise a `DataError` on every rank if any rank has nothing to run."""
+    if all(has_items):
         return
     message = (
-        f"rank {busy.index(0)} has {lacks} in its share of the batch, but the strategy or norms policy keeps ranks in "
-        "lockstep, so each must run. Use a larger effective batch, or strategy='all_reduce' and norms='keep'."
+        f"rank {has_items.index(0)} has {lacks} in its share of the batch, but with this strategy or norms=, all ranks "
+        "must run the same number of micro-batches. Use a larger effective batch, or strategy='all_reduce' and "
+        "norms='keep'."
     )
     raise DataError(message)
 
@@ -301,8 +280,8 @@ def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream for copies to a device, the same one in all steps.
 
-    torch's allocator shares no memory between streams: a new stream for each step would leave memory reserved for each
-    of the 32 streams of torch's pool.
+    torch's allocator shares no memory between streams: with a new stream in each step, memory would stay reserved for
+    each of the 32 streams of torch's pool.
     """
     return torch.cuda.Stream(device)
 
@@ -316,32 +295,32 @@ def _copied_in_stream(batches: Iterator[Batch], device: torch.device) -> Iterato
         # The device waits for the copy before the computation; the host does not wait.
         computing.wait_stream(copies)
         for tensor in tensors_of(moved):
-            tensor.record_stream(computing)  # the allocator must not reuse its memory for the next copy too early
+            tensor.record_stream(computing)  # its memory must not be reused for a copy before the computation ends
         yield moved
 
 
 def is_effective_batch(batch: object) -> bool:
-    """Return whether a batch loads its samples, as opposed to a rank's share."""
-    # By attributes and not by class, since users may define a class of effective batches.
-    return hasattr(batch, "feed") and hasattr(batch, "sample_ids")
+    """Return whether a batch is a whole effective batch that loads its samples, and not a rank's share."""
+    # Recognised by a method, since users may define such classes, and `hasattr` of a property might load samples.
+    return callable(getattr(batch, "feed", None))
 
 
 def _sizes_on_ranks(count: Callable[[], int], world: World, start: Position) -> list[int]:
     """Return the number of samples of each rank."""
-    cure = (
+    hint = (
         "If the ranks' loaders differ in length, iterate ab.shares(loader): ranks that finish early then take part "
         "with empty shares until all are done."
     )
     try:
         rows = world.gather_from(lambda: [float(count()), float(start.epoch), float(start.sample_offset)], 3)
     except RankFailedError as error:
-        error.add_note(f"anybatch: this rank waited for the other ranks' numbers of samples. {cure}")
+        error.add_note(f"anybatch: this rank waited for the other ranks' numbers of samples. {hint}")
         raise
-    for rank, (_, *place) in enumerate(rows):
-        if place != rows[0][1:]:
+    for rank, (_, *position) in enumerate(rows):
+        if position != rows[0][1:]:
             message = (
                 f"ranks are not in the same step: rank 0 is at sample {rows[0][2]:,.0f} of its data, rank {rank} at "
-                f"sample {place[1]:,.0f}. {cure}"
+                f"sample {position[1]:,.0f}. {hint}"
             )
             raise DataError(message)
     return [int(row[0]) for row in rows]
@@ -364,17 +343,17 @@ def _plan_share(share: RankShare, placement: Placement, world: World, start: Pos
         _refuse_idle_rank(sizes, "no sample")
     if placement.budget is not None:
         refuse_compositions({Feature.TOKEN_BUDGET: "", Feature.RANK_SHARES: ""})
-    plan = plan_shares(sizes, placement.cut)
+    plan = plan_shares(tuple(sizes), placement.cut)
     first = sum(sizes[: placement.rank])
     units = plan.shares[placement.rank]
     return PlannedBatch(
         plan=plan,
         units=units,
         sample_ids=range(start.sample_offset, start.sample_offset + sum(sizes)),
-        seed=0,  # other loaders have no seed; the planner sets one
-        # The ends of such a loader's epochs are unknown, so its samples are counted without a reset.
+        seed=0,  # replaced by the planner, since loaders other than ab.batches have no seed
+        # The ends of such a loader's epochs are unknown, so its samples are counted from the beginning of the run.
         end=Position(start.epoch, start.sample_offset + sum(sizes)),
         micro_batches=iter([slice_read(batch, unit.start - first, unit.stop - first) for unit in units]),
-        pick=functools.partial(picked, batch, first=first),
+        pick=functools.partial(select_each, batch, first=first),
         picks_any=False,
     )

@@ -1,17 +1,16 @@
-"""Converts events inside the engine to records for observers."""
+"""Creates records of the engine's actions, and sends them to observers."""
 
 import itertools
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from anybatch.core.gradient_noise import NoiseEstimate, noise_interval
+from anybatch.core.gradient_noise import ALL, NoiseEstimate, noise_interval
 from anybatch.core.loss import Loss
 from anybatch.core.records import (
     CheckpointRecord,
@@ -28,7 +27,6 @@ from anybatch.core.records import (
     Record,
     ReductionRecord,
     SpanEvent,
-    StartRecord,
     StepRecord,
     StepReport,
 )
@@ -36,19 +34,20 @@ from anybatch.core.torch_internals import sparse_bytes, storage_key
 from anybatch.core.tree import Batch
 from anybatch.core.units import Reserve, describe_reserve
 from anybatch.engine.accumulate import MicroBatch
-from anybatch.engine.micro_batches import CountedBatch, PlannedBatch
+from anybatch.engine.micro_batches import CountedBatch
 from anybatch.errors import warn_user
 from anybatch.memory.device_memory import begin_peak, memory_in_use
-from anybatch.memory.trace import Category
 from anybatch.parallel.gradient_buckets import gradient_bytes
-from anybatch.parallel.world import World
+
+if TYPE_CHECKING:
+    from anybatch.memory.trace import Category
 
 Level = Literal["info", "warning", "error"]
-ResidentTensors = Mapping[Category, Sequence[torch.Tensor]]
+ResidentTensors = Mapping["Category", Sequence[torch.Tensor]]
 
 
 def num_bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the memory of tensors; shared memory counts once."""
+    """Return the bytes of memory that tensors use; memory that several tensors share counts once."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
         if tensor.layout == torch.strided:
@@ -60,65 +59,11 @@ def num_bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(sizes.values())
 
 
-@dataclass(eq=False, repr=False)
-class StepMemory:
-    """Reads the memory of the device once per step, without waiting for the device."""
-
-    device: torch.device
-    rank: int
-    resident: Callable[[], ResidentTensors]
-
-    def __post_init__(self) -> None:
-        self._category_bytes: Mapping[str, int] = {}
-        self._optimizer_is_known = False
-        self._has_warned = False
-
-    def begin(self) -> None:
-        """Reset the peak."""
-        begin_peak(self.device)
-
-    def end(self, step: int, *, gradient_bytes: int, updated: bool) -> Iterator[MemoryRecord | DiagnosisRecord]:
-        """Yield the record of a step, and possibly a warning; nothing if the system does not report memory."""
-        usage = memory_in_use(self.device)
-        if usage is None:
-            return
-        # Sizes stay the same once the optimizer state exists, so they are cached.
-        if not self._optimizer_is_known:
-            self._optimizer_is_known = updated
-            sizes: dict[str, int] = {category: num_bytes_of(tensors) for category, tensors in self.resident().items()}
-            self._category_bytes = {**sizes, "gradients": max(sizes["gradients"], gradient_bytes)}
-        yield MemoryRecord(
-            rank=self.rank,
-            step=step,
-            allocated_bytes=usage.allocated_bytes,
-            reserved_bytes=usage.reserved_bytes,
-            peak_bytes=usage.peak_bytes,
-            limit_bytes=usage.limit_bytes,
-            category_bytes=self._category_bytes,
-        )
-        if usage.limit_bytes is None or self._has_warned:
-            return
-        reserve = Reserve(usage.peak_bytes, usage.limit_bytes)
-        if not reserve.kept:
-            self._has_warned = True
-            yield DiagnosisRecord(
-                rank=self.rank,
-                step=step,
-                code="headroom_used_up",
-                level="warning",
-                message=f"memory: {describe_reserve(reserve)}",
-                remedy="A smaller micro_batch_size gives the same result with less memory.",
-            )
-
-
 class Notifier:
     """Sends records of the engine's actions to observers. Without `observers`, a step makes no calls here."""
 
-    def __init__(
-        self, observer: Observer | None, rank: int, loss: Loss, max_norm: float | None, *, speaks: bool = True
-    ) -> None:
-        self.observers: tuple[Observer, ...] = (observer,) if observer is not None and speaks else ()
-        self._speaks = speaks
+    def __init__(self, observer: Observer | None, rank: int, loss: Loss, max_norm: float | None) -> None:
+        self.observers: tuple[Observer, ...] = (observer,) if observer is not None else ()
         self._rank = rank
         self._loss = loss
         self._max_norm = max_norm
@@ -127,21 +72,24 @@ class Notifier:
         self._position = 0
         self._num_begun = 0
         self._reductions: list[tuple[int, int, torch.dtype, str]] = []
-        self._memory: StepMemory | None = None
+        self._device = torch.device("cpu")
+        self._resident: Callable[[], ResidentTensors] | None = None
         self._gradient_bytes = 0
+        self._category_bytes: Mapping[str, int] = {}
+        self._has_updated = False
         self._on_batch: Callable[[Batch], None] | None = None
         self._warned: set[str] = set()
 
     def measure_memory(
-        self, world: World, parameters: Sequence[torch.Tensor], resident: Callable[[], ResidentTensors]
+        self, device: torch.device, parameters: Sequence[torch.Tensor], resident: Callable[[], ResidentTensors]
     ) -> None:
-        """Report the memory of the rank's device after each step from now on."""
-        self._memory = StepMemory(world.device, world.rank, resident)
+        """From now on, report the memory of the rank's device after each step."""
+        self._device, self._resident = device, resident
         self._gradient_bytes = gradient_bytes(parameters)
 
     @contextmanager
     def also(self, observer: Observer, on_batch: Callable[[Batch], None]) -> Iterator[None]:
-        """Add an observer temporarily, and call `on_batch` with each loaded micro-batch."""
+        """Within the context, add an observer, and call `on_batch` with each loaded micro-batch."""
         before = self.observers, self._on_batch
         self.observers, self._on_batch = (*self.observers, observer), on_batch
         try:
@@ -149,15 +97,11 @@ class Notifier:
         finally:
             self.observers, self._on_batch = before
 
-    def start(self, record: StartRecord) -> None:
-        """Report that the run starts."""
-        self._send(record)
-
     def begin_step(self, step: int, counted: CountedBatch) -> None:
-        """Save the values that the records of this step refer to."""
+        """Store the step and its batch, which the records of this step contain."""
         self._step, self._counted, self._position, self._num_begun = step, counted, 0, 0
-        if self._memory is not None:
-            self._memory.begin()
+        if self._resident is not None:
+            begin_peak(self._device)
 
     def timed(self, items: Iterator[tuple[MicroBatch, Batch]]) -> Iterator[tuple[MicroBatch, Batch]]:
         """Yield the micro-batches of a step, and report the loading time of each."""
@@ -172,8 +116,8 @@ class Notifier:
 
     def before(self, micro_batch: MicroBatch) -> None:
         """Report the start of a micro-batch."""
-        # Started and finished ones are counted separately: under norms="exact" all start before the first finishes.
-        self._send(self._micro_batch(micro_batch, "begin", self._num_begun, {}, {}))
+        # Started and finished micro-batches are counted separately: with norms="exact" all start before the first ends.
+        self.send(self._micro_batch(micro_batch, "begin", self._num_begun, {}, {}))
         self._num_begun += 1
 
     def after(self, micro_batch: MicroBatch, contributions: Sequence[torch.Tensor]) -> None:
@@ -186,53 +130,50 @@ class Notifier:
             counts[name] = factor.count
             if factor.has_value and contributions:  # a loss across samples has none per micro-batch
                 contribution = next(values)
-                # Undo the factor to get the term's sum; a weight of 0 cannot be divided out.
+                # Divide by the factor to get the term's sum, unless the factor is 0.
                 sums[name] = contribution / factor.of_sum if factor.of_sum else contribution
-        self._send(self._micro_batch(micro_batch, "end", self._position, counts, sums))
+        self.send(self._micro_batch(micro_batch, "end", self._position, counts, sums))
         self._position += 1
 
     def reduction(self, bucket: int, num_bytes: int, dtype: torch.dtype, collective: str = "all_reduce") -> None:
-        """Report that a gradient bucket was handed to a collective."""
+        """Report that a collective on a gradient bucket has started."""
         if self.observers:
             self._reductions.append((bucket, num_bytes, dtype, collective))
-            self._send(self._reduction("begin", bucket, num_bytes, dtype, collective))
+            self.send(self._reduction("begin", bucket, num_bytes, dtype, collective))
 
     def reduced(self) -> None:
         """Report that all buckets are reduced."""
         for bucket in self._reductions:
-            self._send(self._reduction("end", *bucket))
+            self.send(self._reduction("end", *bucket))
         self._reductions.clear()
 
     @contextmanager
     def gathering(self, num_bytes: int) -> Iterator[None]:
         """Report the all-gather of the ranks' outputs, for a loss across samples."""
         if self.observers:
-            # Outputs of all types are sent in one message, as bytes.
-            self._send(self._reduction("begin", 0, num_bytes, torch.uint8, "all_gather"))
+            # As bytes, since one message contains outputs of all dtypes.
+            self.send(self._reduction("begin", 0, num_bytes, torch.uint8, "all_gather"))
         yield
         if self.observers:
-            self._send(self._reduction("end", 0, num_bytes, torch.uint8, "all_gather"))
+            self.send(self._reduction("end", 0, num_bytes, torch.uint8, "all_gather"))
 
     @contextmanager
     def phase(self, name: PhaseName, position: int | None = None) -> Iterator[None]:
         """Report the start and end of a phase."""
-        self._send(PhaseRecord(rank=self._rank, event="begin", step=self._step, name=name, position=position))
+        self.send(PhaseRecord(rank=self._rank, event="begin", step=self._step, name=name, position=position))
         yield
-        self._send(PhaseRecord(rank=self._rank, event="end", step=self._step, name=name, position=position))
+        self.send(PhaseRecord(rank=self._rank, event="end", step=self._step, name=name, position=position))
 
     def step(self, report: StepReport) -> None:
         """Report the result of a step."""
         if not self.observers:
             return
-        if self._memory is not None:
-            updated = not report.skipped
-            for record in self._memory.end(report.step, gradient_bytes=self._gradient_bytes, updated=updated):
-                self._send(record)
+        self._report_memory(report)
         if report.noise is not None:
-            self._send(self._noise(report.step, report.noise))
+            self.send(self._noise(report.step, report.noise))
         means = zip(report.weights.items(), report.contributions.unbind(), strict=True)
         norm = report.gradient_norm
-        self._send(
+        self.send(
             StepRecord(
                 rank=self._rank,
                 step=report.step,
@@ -251,29 +192,54 @@ class Notifier:
             )
         )
 
+    def _report_memory(self, report: StepReport) -> None:
+        """Report the memory of the device, without waiting for it, and warn once if the headroom is used up."""
+        if self._resident is None or (usage := memory_in_use(self._device)) is None:
+            return
+        # Measured until the first update has created the optimizer state; later the sizes do not change.
+        if not self._has_updated:
+            self._has_updated = not report.skipped
+            sizes: dict[str, int] = {name: num_bytes_of(tensors) for name, tensors in self._resident().items()}
+            self._category_bytes = {**sizes, "gradients": max(sizes["gradients"], self._gradient_bytes)}
+        self.send(
+            MemoryRecord(
+                rank=self._rank,
+                step=report.step,
+                allocated_bytes=usage.allocated_bytes,
+                reserved_bytes=usage.reserved_bytes,
+                peak_bytes=usage.peak_bytes,
+                limit_bytes=usage.limit_bytes,
+                category_bytes=self._category_bytes,
+            )
+        )
+        if usage.limit_bytes is None or "headroom_used_up" in self._warned:
+            return
+        reserve = Reserve(usage.peak_bytes, usage.limit_bytes)
+        if not reserve.kept:
+            self._warned.add("headroom_used_up")
+            remedy = "A smaller micro_batch_size gives the same result with less memory."
+            message = f"memory: {describe_reserve(reserve)}"
+            self.diagnosis("headroom_used_up", message, "warning", step=report.step, remedy=remedy)
+
     def _noise(self, step: int, noise: NoiseEstimate) -> GradientNoiseRecord:
         scale, low, high = noise_interval(noise.moments)
-        weight, norms, variances = noise.moments[:, 0], noise.moments[:, 1], noise.moments[:, 2]
-
-        def by_name(values: torch.Tensor) -> dict[str, torch.Tensor]:
-            return dict(zip(noise.names, values.unbind(), strict=True))
-
+        weight, norm, variance = noise.moments[0, :3].unbind()
         return GradientNoiseRecord(
             rank=self._rank,
             step=step,
-            noise_scale=by_name(scale),
-            low=by_name(low),
-            high=by_name(high),
-            squared_norm=by_name(norms / weight),
-            variance=by_name(variances / weight),
+            noise_scale={ALL: scale[0]},
+            low={ALL: low[0]},
+            high={ALL: high[0]},
+            squared_norm={ALL: norm / weight},
+            variance={ALL: variance / weight},
             items_per_sample=noise.items_per_sample,
         )
 
     def out_of_memory(self, phase: PhaseName | None, message: str | None, before: int, after: int | None) -> None:
-        """Report that a step ran out of memory, and drop its saved values."""
+        """Report that a step ran out of memory, and drop the stored batch."""
         self._counted = None
         self._reductions.clear()
-        self._send(
+        self.send(
             OutOfMemoryRecord(
                 rank=self._rank,
                 step=self._step,
@@ -285,18 +251,20 @@ class Notifier:
         )
 
     def halved(self, before: int, after: int) -> None:
-        """Report that a micro-batch of an evaluation did not fit."""
+        """Report that a micro-batch of an evaluation did not fit, with its samples before and after it was halved."""
         message = f"out of memory in an evaluation: micro-batch {before:,} -> {after:,} samples on rank {self._rank}"
         self.diagnosis("out_of_memory_in_evaluation", message, "warning")
 
-    def diagnosis(self, code: str, message: str, level: Level = "info", *, step: int | None = None) -> None:
+    def diagnosis(
+        self, code: str, message: str, level: Level = "info", *, step: int | None = None, remedy: str | None = None
+    ) -> None:
         """Send a diagnosis for the user."""
-        self._send(DiagnosisRecord(rank=self._rank, step=step, code=code, level=level, message=message, remedy=None))
+        self.send(DiagnosisRecord(rank=self._rank, step=step, code=code, level=level, message=message, remedy=remedy))
 
     def spike(self, code: str, message: str, step: int) -> None:
         """Report a spike: by a record on every rank, and by a Python warning on rank 0."""
         self.diagnosis(code, message, "warning", step=step)
-        if self._speaks and self._rank == 0:
+        if self._rank == 0:
             warn_user(message, code)
 
     def warn(self, code: str, message: str, *, everywhere: bool = False) -> None:
@@ -305,7 +273,7 @@ class Notifier:
             return
         self._warned.add(code)
         self.diagnosis(code, message, "warning")
-        if self._speaks and (everywhere or self._rank == 0):
+        if everywhere or self._rank == 0:
             warn_user(message, code)
 
     def checkpoint(
@@ -317,7 +285,7 @@ class Notifier:
         message: str | None = None,
     ) -> None:
         """Report that a checkpoint was written, read or skipped."""
-        self._send(
+        self.send(
             CheckpointRecord(
                 rank=self._rank, event=event, step=step, path=str(path), num_bytes=num_bytes, message=message
             )
@@ -325,7 +293,7 @@ class Notifier:
 
     def evaluate(self, step: int, num_samples: int, metrics: Mapping[str, float]) -> None:
         """Report the result of an evaluation."""
-        self._send(EvaluateRecord(rank=self._rank, step=step, num_samples=num_samples, metrics=dict(metrics)))
+        self.send(EvaluateRecord(rank=self._rank, step=step, num_samples=num_samples, metrics=dict(metrics)))
 
     def end(self, num_steps: int, error: BaseException | None) -> None:
         """Report the end of the run."""
@@ -333,9 +301,10 @@ class Notifier:
         if error is not None:
             status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
         message = None if error is None else f"{type(error).__name__}: {error}"
-        self._send(EndRecord(rank=self._rank, status=status, num_steps=num_steps, message=message, digest=None))
+        self.send(EndRecord(rank=self._rank, status=status, num_steps=num_steps, message=message, digest=None))
 
-    def _send(self, record: Record) -> None:
+    def send(self, record: Record) -> None:
+        """Send a record to all observers."""
         for observer in self.observers:
             observer.observe(record)
 
@@ -375,36 +344,6 @@ class Notifier:
             num_bytes=num_bytes,
             dtype=str(dtype).removeprefix("torch."),
         )
-
-
-def start_record(
-    *,
-    world: World,
-    planned: PlannedBatch,
-    parameters: Sequence[torch.Tensor],
-    strategy: str,
-    precision: str,
-    first_step: int,
-    decisions: Mapping[str, str],
-) -> StartRecord:
-    """Return the header of a run, sent after the first batch is planned."""
-    return StartRecord(
-        rank=world.rank,
-        world_size=world.size,
-        first_step=first_step,
-        geometry=str(planned.plan),
-        effective_batch_size=planned.plan.num_samples,
-        micro_batch_size=planned.plan.cut.micro_batch_size,
-        strategy=strategy,
-        precision=precision,
-        device=str(world.device),
-        dtype=str(parameters[0].dtype).removeprefix("torch."),
-        seed=planned.seed,
-        num_parameters=sum(parameter.numel() for parameter in parameters),
-        gradient_bytes=gradient_bytes(parameters),
-        versions=software_versions(),
-        decisions=dict(decisions),
-    )
 
 
 def software_versions() -> dict[str, str]:

@@ -1,27 +1,29 @@
-"""The memory of an update: allocated before the first step, since an update that fails midway cannot be undone."""
+"""Memory of an update: allocate it before the first step, since an update that fails midway cannot be undone."""
 
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from anybatch.core.torch_internals import state_maker
 from anybatch.core.units import in_bytes
 from anybatch.engine.bf16_weights import Float32Windows
 from anybatch.engine.notifier import ResidentTensors, num_bytes_of
 from anybatch.engine.precision import Target
 from anybatch.engine.schedule import WeightAverage
-from anybatch.engine.torch_internals import state_maker
 from anybatch.errors import DoesNotFitError
-from anybatch.memory.ledger import MemoryLedger
-from anybatch.memory.trace import Category
 from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch.parallel.strategy import Prepared, UpdateSharding
 from anybatch.parallel.world import World
+
+if TYPE_CHECKING:
+    from anybatch.memory.trace import Category
 
 
 def resident_tensors(
@@ -29,43 +31,43 @@ def resident_tensors(
 ) -> ResidentTensors:
     """Return the engine's current tensors without the batch, by category.
 
-    "weights" includes frozen ones; "optimizer" includes its state, master weights and averaged weights. Tensors may
-    share memory; see `num_bytes_of`.
+    "weights" includes frozen weights; "optimizer" has the optimizer's state, master weights and averaged weights.
+    Tensors may share memory; see `num_bytes_of`.
     """
     local = prepared.layout.local
     weights = list(modules.parameters())
-    beside = tuple(target.beside.values())
+    extra_weights = tuple(target.extra_weights.values())
     states = itertools.chain.from_iterable(state.values() for state in target.optimizer.state.values())
     averaged = () if average is None else average.weights.values()
     gradients = (parameter.grad for parameter in (*weights, *target.updated) if parameter.grad is not None)
     state = (value for value in states if isinstance(value, torch.Tensor))
-    found: dict[Category, Iterable[torch.Tensor]] = {
+    by_category: dict[Category, Iterable[torch.Tensor]] = {
         "weights": weights,
         "buffers": modules.buffers(),
         "gradients": (*prepared.gradient_buffers, *gradients),
-        "optimizer": (*beside, *state, *averaged),
+        "optimizer": (*extra_weights, *state, *averaged),
     }
-    return {category: [local(tensor) for tensor in tensors] for category, tensors in found.items()}
+    return {category: [local(tensor) for tensor in tensors] for category, tensors in by_category.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class ResidentMemory:
-    """Bytes of the tensors that stay across steps, computed on each call."""
+    """Bytes of the tensors that stay in memory between steps, computed in each call."""
 
     tensors: Callable[[], ResidentTensors]
     target: Target
     precision: str
 
     def num_bytes(self) -> dict[str, int]:
-        """Return the bytes of each kind that stay across steps; for gradients, the bytes that a step will need."""
+        """Return the bytes of each kind of tensor; for gradients, the bytes that a step will need."""
         tensors = self.tensors()
-        found = {
+        num_bytes = {
             "weights": num_bytes_of(tensors["weights"]),
             "gradients": gradient_bytes(self.target.parameters),
             "optimizer state": num_bytes_of(tensors["optimizer"]),
             "buffers": num_bytes_of(tensors["buffers"]),
         }
-        return {kind: num for kind, num in found.items() if num}
+        return {kind: num for kind, num in num_bytes.items() if num}
 
     def remedy(self, *, in_update: bool = False) -> str:
         """Return the memory that a step needs in addition to activations, and ways to reduce it, as sentences."""
@@ -75,12 +77,12 @@ class ResidentMemory:
         if self.precision == "fp32":
             ideas.insert(0, "precision='bf16'")
         state, weights = num_bytes.get("optimizer state", 0), num_bytes.get("weights", 0)
-        # Momentum keeps one copy of the weights, Adam two.
+        # The state of SGD with momentum is as large as the weights, Adam's is twice as large.
         if state > 1.5 * weights:
             ideas.append("an optimizer with less state (this one has " + in_bytes(state) + ")")
         if in_update and getattr(self.target.optimizer, "defaults", {}).get("fused") is None:
             ideas.append("fused=True in the optimizer, which needs no copies in its step")
-        return f"Besides activations a step needs: {listed}. To reduce memory: {'; '.join(ideas)}."
+        return f"In addition to activations a step needs: {listed}. To reduce memory: {'; '.join(ideas)}."
 
 
 def prepare_for_training(optimizer: Optimizer) -> None:
@@ -93,8 +95,8 @@ def prepare_for_training(optimizer: Optimizer) -> None:
 def evaluation_weights(optimizer: Optimizer) -> Iterator[None]:
     """Switch an optimizer that has modes to its evaluation weights; a no-op for others.
 
-    Source: Defazio et al., "The Road Less Scheduled", 2024, trains with one point and evaluates with the average. Its
-    implementation switches between them with the optimizer's `train()` and `eval()`.
+    Source: Defazio et al., "The Road Less Scheduled", 2024, trains one set of weights and evaluates an average of them.
+    Its implementation switches between both with the optimizer's `train()` and `eval()`.
     """
     if not _has_modes(optimizer):
         yield
@@ -114,8 +116,8 @@ def _has_modes(optimizer: Optimizer) -> bool:
 class OptimizerStateMemory:
     """Allocates the optimizer's state and temporary memory once, before the first micro-batch.
 
-    Otherwise the first update allocates the state, and a micro-batch that fits in the first step may not fit in the
-    second. The state is bit for bit what the optimizer would create.
+    Otherwise the first update would allocate the state, and a micro-batch that fits in the first step might not fit in
+    the second. The state is bit for bit the state that the optimizer would create.
     """
 
     target: Target
@@ -123,7 +125,7 @@ class OptimizerStateMemory:
     resident: ResidentMemory
     sharding: UpdateSharding | None
     is_allocated: bool = field(default=False, init=False)
-    made: list[nn.Parameter] = field(default_factory=list, init=False)
+    unused: list[nn.Parameter] = field(default_factory=list, init=False)  # have state that no update has used yet
 
     def allocate(self) -> None:
         """Allocate the memory, unless that is already done."""
@@ -133,18 +135,18 @@ class OptimizerStateMemory:
 
     def drop_unused(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Drop the state of parameters without a gradient in the first step, for which the optimizer creates none."""
-        made = set(self.made)
+        unused = set(self.unused)
         for parameter, gradient in zip(self.target.updated, gradients, strict=True):
-            if gradient is None and parameter in made:
+            if gradient is None and parameter in unused:
                 del self.target.optimizer.state[parameter]
-        self.made = []
+        self.unused = []
 
     def undo(self) -> None:
         """Drop state that no update has used yet, after the first step failed."""
-        for parameter in self.made:
+        for parameter in self.unused:
             del self.target.optimizer.state[parameter]
             self.is_allocated = False
-        self.made = []
+        self.unused = []
 
     def _allocate(self) -> None:
         try:
@@ -153,24 +155,24 @@ class OptimizerStateMemory:
                 self._allocate_in_pieces(windows)
                 return
             with nullcontext() if self.sharding is None else self.sharding.alone():
-                self.made = make_state(self.target.optimizer)
+                self.unused = make_state(self.target.optimizer)
                 if self.world.device.type != "cpu":  # on CPU, allocations may succeed without enough memory
                     reserve(update_bytes(self.target.optimizer).temporary, self.target.updated)
         except torch.OutOfMemoryError as error:
             self.undo()
             message = (
                 "out of memory before the first step, when the optimizer's state and temporary memory were allocated. "
-                f"Nothing has been changed. {self.resident.remedy(in_update=True)} torch says: {error}"
+                f"Nothing has changed. {self.resident.remedy(in_update=True)} torch says: {error}"
             )
-            raise DoesNotFitError(message, rank=self.world.process, phase="update") from error
+            raise DoesNotFitError(message, rank=self.world.rank, phase="update") from error
 
     def _allocate_in_pieces(self, windows: Float32Windows) -> None:
-        """Create the state piece by piece, since it is narrowed after its creation."""
+        """Create the state for a few parameters at a time, because it is created in float32 and then made smaller."""
         optimizer, largest = self.target.optimizer, 0
         for piece in windows.pieces(optimizer):
-            # Opened, so that state has the memory layout of the weights.
+            # With open windows (float32 copies of the weights), so that state has the memory layout of the weights.
             with windows.opened(optimizer, piece):
-                self.made += make_state(optimizer)
+                self.unused += make_state(optimizer)
                 windows.narrow_state(optimizer, piece)
                 if self.world.device.type != "cpu":
                     # The windows, random bits, and the state in float32 during the update.
@@ -179,10 +181,10 @@ class OptimizerStateMemory:
 
 
 def make_state(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Create the state that the optimizer would create in its first step, and return its parameters.
+    """Create the state that the optimizer would create in its first step, and return the parameters that have state.
 
-    Only torch's optimizers are known to create it in one place without other effects. SGD creates its momentum from
-    the first gradient, so it has no state yet; for other optimizers nothing is created.
+    Only torch's optimizers have a function for this that changes nothing else; for others, nothing is created. SGD
+    computes its momentum from the first gradient, so it has no state yet.
     """
     make = state_maker(optimizer)
     if make is None:
@@ -205,7 +207,7 @@ def make_state(optimizer: Optimizer) -> list[nn.Parameter]:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
     added = set(optimizer.state) - before
-    # A look-up in the defaultdict of some optimizers adds an empty entry.
+    # Some optimizers look up a parameter in the defaultdict, which adds an empty entry.
     for parameter in added:
         if not optimizer.state[parameter]:
             del optimizer.state[parameter]
@@ -214,7 +216,7 @@ def make_state(optimizer: Optimizer) -> list[nn.Parameter]:
 
 @dataclass(frozen=True, slots=True)
 class UpdateBytes:
-    """Memory of an optimizer's update."""
+    """Bytes of an optimizer's state, and of the temporary tensors of its step."""
 
     state: int
     temporary: int
@@ -223,14 +225,15 @@ class UpdateBytes:
 def update_bytes(optimizer: Optimizer) -> UpdateBytes:
     """Return the memory of an optimizer's update, measured by a step on meta tensors.
 
-    For an optimizer that cannot run on them, assume two copies of its parameters and one more in its step, as Adam
-    needs.
+    An optimizer that cannot run on meta tensors counts as Adam: two copies of its parameters, and one more in its step.
     """
+    from anybatch.memory.ledger import MemoryLedger  # noqa: PLC0415 (nothing is reserved on a CPU)
+
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     groups = [
         {
             **group,
-            "foreach": not is_fused and group.get("foreach") is not False,  # None is True on an accelerator
+            "foreach": not is_fused and group.get("foreach") is not False,  # on an accelerator, None means True
             "fused": False,  # meta tensors have no fused kernel
             "params": [_without_data(p) for p in group["params"] if p.requires_grad],
         }
@@ -242,8 +245,8 @@ def update_bytes(optimizer: Optimizer) -> UpdateBytes:
         twin.step()  # creates the state
         ledger = MemoryLedger()
         state = [v for s in twin.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-        ledger.hold("optimizer", state)
-        ledger.hold("weights", [*parameters, *(p.grad for p in parameters if p.grad is not None)])
+        ledger.categorize("optimizer", state)
+        ledger.categorize("weights", [*parameters, *(p.grad for p in parameters if p.grad is not None)])
         before = ledger.held_bytes
         with ledger:
             twin.step()
@@ -255,7 +258,7 @@ def update_bytes(optimizer: Optimizer) -> UpdateBytes:
 
 
 def reserve(num_bytes: int, like: Sequence[torch.Tensor]) -> None:
-    """Allocate this much memory, in pieces of the size that an update needs, and free it to torch's allocator."""
+    """Allocate `num_bytes` in tensors of the sizes of `like`, and free them, so that torch's allocator caches them."""
     pieces: list[torch.Tensor] = []
     while num_bytes > 0 and like:
         for tensor in like:

@@ -1,13 +1,11 @@
-"""The parts of an engine as one value, with the operations that combine them, such as saving."""
+"""The parts of an engine as one object, and operations that use several parts, such as saving."""
 
-import copy
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,35 +14,31 @@ from anybatch.checkpoints import LoadedCheckpoint, SavedCheckpoint, step_of
 from anybatch.checkpoints.structure import read_stored
 from anybatch.core.batch import Position
 from anybatch.core.geometry import refuse_unless
-from anybatch.core.gradient_noise import NoiseEstimate
 from anybatch.core.records import StepReport
+from anybatch.core.torch_internals import refused_in_backward
 from anybatch.engine.accumulate import LoopContext
 from anybatch.engine.batch_norm import BatchNormRunner
-from anybatch.engine.checkpoint_saver import CheckpointSaver, loaded_on_all_ranks
+from anybatch.engine.checkpoint_saver import CheckpointSaver, loaded_on_all_ranks, num_processes
 from anybatch.engine.checkpoint_state import (
-    Progress,
     StateParts,
     collect_state,
     restore_state,
-    state_of_first_rank,
 )
 from anybatch.engine.data_progress import RunProgress
-from anybatch.engine.decisions import Decisions
-from anybatch.engine.gradient_noise import NoiseMeter
 from anybatch.engine.loss_check.check import LossCheck
-from anybatch.engine.micro_batch_size.oom_retry import SizeBackoff
 from anybatch.engine.micro_batch_size.sizes import RunSizes
-from anybatch.engine.notifier import Notifier, ResidentTensors
+from anybatch.engine.notifier import Notifier
 from anybatch.engine.rank_comparison import ReplicaCheck, refuse_other_forms
-from anybatch.engine.rng import advancing_generators
 from anybatch.engine.schedule import Stateful, unsaved_scheduler
-from anybatch.engine.spike_watch import SCHEDULED, SpikeGuard
-from anybatch.engine.step import StepPlanner, StepRunner, SummedBatch
+from anybatch.engine.step import StepPlanner, StepRunner
 from anybatch.engine.step_guard import StepGuard
-from anybatch.engine.torch_internals import refused_in_backward
 from anybatch.engine.updater import Updated, Updater
 from anybatch.errors import AnyBatchError, CheckpointError, MemoryExhaustedError, NonFiniteError, UserError, WorldError
 from anybatch.parallel.world import World
+
+if TYPE_CHECKING:  # not imported at run time, since most runs need neither
+    from anybatch.engine.gradient_noise import NoiseMeter
+    from anybatch.engine.spike_watch import SpikeGuard
 
 _RAISED_LATER = (
     "It was written in the background (engine.save(wait=False)), and training continues. The next engine.save "
@@ -54,7 +48,7 @@ _RAISED_LATER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveForm:
-    """How a checkpoint is written; see `Engine.save`."""
+    """The options of `Engine.save` for a checkpoint's form."""
 
     keep_last: int
     only_trainable: bool
@@ -70,37 +64,31 @@ class SaveForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts of an engine. No part references the engine, so it is freed immediately when it is dropped."""
+    """The parts of an engine. No part references the engine, so `del engine` frees its memory immediately."""
 
     world: World
     modules: nn.Module
     context: LoopContext
     sizes: RunSizes
-    backoff: SizeBackoff
     check: LossCheck
     planner: StepPlanner
     guard: StepGuard
     runner: StepRunner
     updater: Updater
-    noise: NoiseMeter | None
+    noise: "NoiseMeter | None"
     replicas: ReplicaCheck
     batch_norm: BatchNormRunner
-    decisions: Decisions
+    decisions: dict[str, str]
     notifier: Notifier
     saver: CheckpointSaver
-    spikes: SpikeGuard | None
-    further_state: dict[str, Stateful]
+    spikes: "SpikeGuard | None"
+    also_saved: dict[str, Stateful]
     loss_weights: Mapping[str, float]
-
-    @property
-    def resident_tensors(self) -> Callable[[], ResidentTensors]:
-        """Function () -> the tensors that stay in memory between steps."""
-        return self.updater.resident.tensors
 
     @property
     def state(self) -> StateParts:
         """The parts that change during training."""
-        updater = self.updater
+        updater, randomness = self.updater, self.context.randomness
         return StateParts(
             modules=self.modules,
             layout=self.context.prepared.layout,
@@ -110,14 +98,17 @@ class Parts:
             scheduler=updater.scheduler,
             average=updater.average,
             noise=self.noise,
-            generators=tuple(advancing_generators(self.context.randomness)),
-            further=self.further_state,
+            generators=tuple(randomness.generators) if randomness.advances else (),
+            also_saved=self.also_saved,
         )
 
     def failures_reported(
         self, name: str, step: int | None, *, needs_whole_update: bool = False, barrier: bool = False
     ) -> AbstractContextManager[None]:
-        """Return the context of an engine call; see `failures_reported`."""
+        """Return the context of an engine call, see the function `failures_reported`.
+
+        With `needs_whole_update`, raise an error during a step, or if the last update was interrupted.
+        """
         if needs_whole_update and self.runner.is_running:
             message = (
                 f"{name} was called during a step, by a loss function, hook or observer, or in another thread. "
@@ -125,7 +116,7 @@ class Parts:
             )
             raise UserError(message)
         check = None
-        if self.saver.writing is not None or self.updater.broken_off:
+        if self.saver.writing is not None or self.updater.interrupted_by:
             check = self._check_whole_update if needs_whole_update else self._check_saver
         return failures_reported(self.world, name, step, self.updater.undo, check=check, barrier=barrier)
 
@@ -137,34 +128,40 @@ class Parts:
 
     def _check_whole_update(self) -> None:
         self._check_saver()
-        self.updater.refuse_broken_off()
+        self.updater.refuse_interrupted()
 
     def collect(
         self, num_steps: int, progress: RunProgress, *, only_trainable: bool, in_parts: bool = False
     ) -> dict[str, Any]:
         """Return the complete state of the run; see `collect_state`."""
-        saved = Progress(
-            num_steps=num_steps,
-            data=progress.state_dict(),
-            seed=self.planner.seed,
-            sizes=self.backoff.named,
-            resized=self.backoff.state(),
-            decisions=self.decisions,
-        )
+        saved = {
+            "num_steps": num_steps,
+            **progress.state_dict(),
+            "seed": self.planner.seed,
+            "sizes": asdict(self.sizes.original),
+            "resized": self.sizes.resized(),
+            "decisions": dict(self.decisions),
+        }
         state = collect_state(self.state, saved, self.world, only_trainable=only_trainable, in_parts=in_parts)
         spikes = None if self.spikes is None else self.spikes.state_dict()
-        return {**state, "own_seed": self.planner.own_seed, "spikes": spikes}
+        return {**state, "own_seed": self.planner.user_seed, "spikes": spikes}
 
     def save(self, folder: Path, num_steps: int, progress: RunProgress, form: SaveForm) -> Path:
         """Write a checkpoint; see `Engine.save`."""
         updater = self.updater
-        if unsaved := unsaved_scheduler(updater.target.optimizer, (updater.scheduler, *self.further_state.values())):
+        if unsaved := unsaved_scheduler(updater.target.optimizer, (updater.scheduler, *self.also_saved.values())):
             self.notifier.warn("scheduler_not_saved", unsaved)
         in_parts = self.context.prepared.layout.in_parts if form.sharded is None else form.sharded
         with self.failures_reported("engine.save", num_steps, needs_whole_update=True, barrier=True):
             refuse_other_forms(form, self.world)
+            if in_parts and not form.wait and num_processes(self.world) > 1:
+                message = (
+                    "engine.save(wait=False) writes whole checkpoints only, and this one is sharded. Use wait=True or "
+                    "sharded=False."
+                )
+                raise UserError(message, code="background_in_parts")
             self.announce(self.saver.settle())
-            # On an accelerator the last step's loss has not been checked yet; weights after a NaN must not be saved.
+            # On an accelerator the last step's loss is still unchecked, and weights after a NaN must not be saved.
             updater.finite.settle()
             self.replicas.compare(num_steps)
             state = self.collect(num_steps, progress, only_trainable=form.only_trainable, in_parts=in_parts)
@@ -178,8 +175,8 @@ class Parts:
         """Find a checkpoint and restore it; see `Engine.load`."""
         self.announce(self.saver.settle())
         with loaded_on_all_ranks(path, self.world) as loaded:
-            # On all ranks together: a rank that cannot restore must not let the others begin the next step.
-            self.world.run_on_all_processes(lambda: restore(loaded.state, loaded.path))
+            # Together on all ranks: if one rank cannot restore the state, no rank may begin the next step.
+            self.world.run_on_all_ranks(lambda: restore(loaded.state, loaded.path))
         return loaded
 
     def announce(self, saved: SavedCheckpoint | None) -> None:
@@ -189,19 +186,11 @@ class Parts:
                 warnings.warn(message, stacklevel=4)
             self.notifier.checkpoint("saved", step_of(saved.path), saved.path, saved.num_bytes)
 
-    def of_first_rank(self, num_steps: int, progress: RunProgress) -> tuple[tuple[str, ...], dict[str, Any] | None]:
-        """Return the names of the weights that differ between ranks, and rank 0's state; None with a single rank."""
-        names, _ = self.replicas.differing()
-        self.updater.finite.settle()
-        if self.world.roll_call is None:
-            return names, None
-        return names, state_of_first_rank(self.collect(num_steps, progress, only_trainable=False), self.world)
-
     def restore(self, state: Mapping[str, Any], path: Path | None) -> None:
         """Restore a collected state.
 
         Raises:
-            CheckpointError: it does not fit; nothing has changed then.
+            CheckpointError: the state does not fit; nothing has changed.
         """
         try:
             remarks = restore_state(self.state, state, self.world)
@@ -211,25 +200,21 @@ class Parts:
         for code, message in remarks:
             self.notifier.warn(code, message)
         self.planner.seed = state["seed"]
-        self.planner.own_seed = state.get("own_seed", 0)  # earlier versions always used 0
-        self.backoff.resume(state)
+        self.planner.user_seed = state.get("own_seed", 0)  # earlier versions always used 0
+        self.sizes.resume(state, self.decisions, self.notifier)
         self.check.resume(state["decisions"])
-        watched = read_stored(state.get("spikes"))  # None also in checkpoints of versions without spike watch
+        saved = read_stored(state.get("spikes"))  # None also in checkpoints of versions without spike watch
         if self.spikes is not None:
-            self.spikes.resume(watched)
-        elif watched is not None and watched["factor"] != 1.0:
+            self.spikes.resume(saved)
+        elif saved is not None and saved["factor"] != 1.0:
             message = (
                 "the run continues at full learning rates, but its spike watch had lowered them to "
-                f"{watched['factor']:.3g} of the schedule. To keep the lower rates, pass the same spikes= as before."
+                f"{saved['factor']:.3g} of the schedule. To keep the lower rates, pass the same spikes= as before."
             )
             self.notifier.warn("rate_not_lowered", message)
         self.runner.restart_first_steps()
-        self.updater.broken_off = ""
+        self.updater.interrupted_by = ""
         self.updater.scheduled.forget()
-
-    def with_noise(self, summed: SummedBatch) -> NoiseEstimate | None:
-        """Add a step's gradient noise to the averages, and return the estimate; None if it was not measured."""
-        return None if self.noise is None or summed.noise is None else self.noise.add(summed.noise)
 
     def finish_step(self, report: StepReport, updated: Updated) -> None:
         """Report a step, advance the schedule, and watch for spikes; called only if any of these is needed."""
@@ -241,32 +226,14 @@ class Parts:
             raise
         if self.spikes is None:
             return
-        spike = self.spikes.look(report)
-        # All ranks see the same numbers, so they save or act after the same steps.
+        spike = self.spikes.detect(report)
+        # All ranks see the same numbers, so they copy their state or react after the same steps.
         if spike is not None or self.spikes.should_copy(report.step):
             with self.failures_reported("engine.step", report.step):
                 if spike is None:
                     self.spikes.keep(report.step)
                 else:
-                    self.spikes.act(spike, report.step, self._load_weights)
-
-    def _load_weights(self, folder: Path) -> Path:
-        """Load weights, buffers and optimizer state from a checkpoint, and keep scheduled values."""
-        optimizer, scheduler = self.updater.target.optimizer, self.updater.scheduler
-        groups = [{name: group[name] for name in SCHEDULED & group.keys()} for group in optimizer.param_groups]
-        scheduled = copy.deepcopy(scheduler.state_dict()) if isinstance(scheduler, Stateful) else None
-        self.announce(self.saver.settle())
-        with loaded_on_all_ranks(folder, self.world) as loaded:
-
-            def restore() -> None:
-                restore_state(self.state, loaded.state, self.world)
-
-            self.world.run_on_all_processes(restore)
-        for group, values in zip(optimizer.param_groups, groups, strict=True):
-            group.update({name: value for name, value in values.items() if name != "params"})
-        if isinstance(scheduler, Stateful):
-            scheduler.load_state_dict(scheduled)
-        return loaded.path
+                    self.spikes.react(spike, report.step)
 
     def describe(self, num_steps: int, position: Position) -> str:
         """Return a summary of the engine in one line."""
@@ -285,7 +252,7 @@ class Parts:
         return f"Engine: {', '.join(filter(None, parts))}"
 
     def clear_gradients(self) -> None:
-        """Clear all gradients, and end a step without an update: restore its buffers."""
+        """End a step without an update: clear all gradients, and restore the buffers from before the step."""
         self.context.strategy.clear_gradients()
         self.updater.state.skip()
 
@@ -299,98 +266,76 @@ class Parts:
         self.updater.scaler.close()
 
 
-class failures_reported:  # noqa: N801 (used like the functions of contextlib)
-    """Context of a call on all ranks: clean up after an error, and report it to the other ranks.
+@contextmanager
+def failures_reported(
+    world: World,
+    name: str,
+    step: int | None,
+    undo: Callable[[], None],
+    *,
+    check: Callable[[], None] | None = None,
+    barrier: bool = False,
+) -> Iterator[None]:
+    """Context of a call on all ranks: after an error, clean up and report the error to the other ranks.
 
-    A class, because a generator context is several times as slow, which is measurable in each step.
+    `check` runs first and may refuse the call; with `barrier`, the call begins when all ranks have made it.
     """
+    call_tracker = world.call_tracker
+    if call_tracker is not None:
+        call_tracker.enter(name, step, barrier=barrier)
+    try:
+        if check is not None:
+            check()
+        if call_tracker is not None:
+            call_tracker.wait_at_barrier()
+        yield
+    except BaseException as error:
+        # This is done first, because the following lines may raise another error.
+        _restore(error, undo)
+        raised = _reported(error, world, step)
+        if raised is not error:
+            raise raised from error
+        raise
+    finally:
+        if call_tracker is not None:
+            call_tracker.leave()
 
-    __slots__ = ("_barrier", "_check", "_name", "_step", "_undo", "_world")
 
-    def __init__(
-        self,
-        world: World,
-        name: str,
-        step: int | None,
-        undo: Callable[[], None],
-        *,
-        check: Callable[[], None] | None = None,
-        barrier: bool = False,
-    ) -> None:
-        self._world = world
-        self._name = name
-        self._step = step
-        self._undo = undo
-        self._check = check
-        self._barrier = barrier
-
-    def __enter__(self) -> None:
-        roll_call = self._world.roll_call
-        if roll_call is not None:
-            self._world.enter(self._name, self._step, barrier=self._barrier)
-        try:
-            if self._check is not None:
-                self._check()
-            if roll_call is not None:
-                roll_call.wait_at_barrier()
-        except BaseException as error:
-            self._handle(error)
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._handle(error)
-        elif self._world.roll_call is not None:
-            self._world.roll_call.leave()
-
-    def _handle(self, error: BaseException) -> None:
-        """Undo, report the error to the other ranks, and raise a replacement for it, if there is one."""
-        try:
-            # First, because the following lines may raise.
-            self._restore_state(error)
-            raised = _reported(error, self._world, self._step)
-            if raised is not error:
-                raise raised from error
-        finally:
-            if self._world.roll_call is not None:
-                self._world.roll_call.leave()
-
-    def _restore_state(self, error: BaseException) -> None:
-        try:
-            self._undo()
-        except Exception as second:  # noqa: BLE001 (a broken device fails every call; the first error is the cause)
-            error.add_note(
-                f"anybatch: restoring the state from before the step failed too ({type(second).__name__}: {second}). "
-                "Load the last checkpoint before you continue."
-            )
+def _restore(error: BaseException, undo: Callable[[], None]) -> None:
+    """Restore the state from before the call; if that fails, add a note to the first error."""
+    try:
+        undo()
+    except Exception as second:  # noqa: BLE001 (a broken device fails every call; the first error is the cause)
+        error.add_note(
+            f"anybatch: restoring the state from before the step failed too ({type(second).__name__}: {second}). "
+            "Load the last checkpoint before you continue."
+        )
 
 
 def _reported(error: BaseException, world: World, step: int | None) -> BaseException:
     """Report an error to the other ranks, and return the error to raise."""
     if not isinstance(error, AnyBatchError):
-        place = "between steps" if step is None else f"in step {step} (counted from 0)"
-        error.add_note(f"anybatch: {place}, on rank {world.process} of {world.num_processes}.")
-    _complete(error, world.process, step)
+        when = "between steps" if step is None else f"in step {step} (counted from 0)"
+        error.add_note(f"anybatch: {when}, on rank {world.rank} of {world.size}.")
+    _complete(error, world.rank, step)
     refused: AnyBatchError | None = refused_in_backward(error)
-    # A collective that another rank has left raises a RuntimeError here; the cause is the other rank's error.
+    # If another rank has left a collective, this rank gets a RuntimeError; the cause is the other rank's error.
     broken = isinstance(error, RuntimeError) and not isinstance(
         error, (WorldError, MemoryExhaustedError, torch.OutOfMemoryError)
     )
-    roll_call = world.roll_call
-    if refused is None and broken and roll_call is not None and (world.published_failure() or roll_call.ended_ranks):
-        refused = roll_call.cause_of(error)  # most likely a collective in the user's module
-    # After the last message of a step the other ranks have continued, unless they raise the same error.
-    ahead = roll_call is not None and roll_call.has_agreed and not isinstance(error, (NonFiniteError, WorldError))
+    call_tracker = world.call_tracker
+    if refused is None and broken and call_tracker is not None and world.published_failure():
+        refused = call_tracker.cause_of(error)  # most likely a collective in the user's module
+    # After the last message of a step, the other ranks have already continued unless they raise the same error.
+    ahead = call_tracker is not None and call_tracker.has_agreed and not isinstance(error, (NonFiniteError, WorldError))
     world.publish_failure(refused or error, step, ahead=ahead)
-    if roll_call is not None:
-        roll_call.fail(ahead=ahead)
+    if call_tracker is not None:
+        call_tracker.fail(ahead=ahead)
     return refused or error
 
 
 def _complete(error: BaseException, rank: int, step: int | None) -> None:
-    """Fill in fields that were unknown where the error was raised."""
+    """Set the step and rank of an error if they were unknown where it was raised."""
     if isinstance(error, (MemoryExhaustedError, NonFiniteError)) and error.step is None:
         error.step = step
     if isinstance(error, MemoryExhaustedError) and error.rank is None:

@@ -10,28 +10,25 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core.run_config import PrecisionName
+from anybatch.core.compatibility import PrecisionName
 from anybatch.core.tensors import is_low_precision, widened
 from anybatch.engine.bf16_weights import Bf16Weights, Float32Windows
-from anybatch.errors import CompositionError, NonFiniteError, ParameterError, UserError
-from anybatch.parallel.local_parts import local_part
+from anybatch.errors import CompositionError, NonFiniteError, ParameterError
+from anybatch.parallel.dtensors import local_part
 
 OptimizerFunction = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 Update = Literal["direct", "master_weights", "cast", "split", "stochastic"]
 
-# GradScaler halves the scale at each overflow: from 65536 it falls below this after 27 in a row.
-_SMALLEST_SCALE = 2.0**-10
+# GradScaler halves the scale, initially 65536, at each overflow: it falls below this after 27 overflows in a row.
+_MIN_SCALE = 2.0**-10
 _AUTOCAST: Mapping[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: PrecisionName, device: torch.device) -> Callable[..., AbstractContextManager[object]]:
-    """Return a function that makes the autocast context of one forward, and ignores its arguments.
+    """Return a function that creates the autocast context of one forward; the function ignores its arguments.
 
-    "fp32" runs the model in its parameters' types. FP8 is not supported.
+    With "fp32" the context is a no-op: the model runs in its parameters' types. FP8 is not supported.
     """
-    if precision not in _AUTOCAST:
-        message = f"{precision=} must be one of {', '.join(map(repr, _AUTOCAST))} (FP8 is not supported)."
-        raise UserError(message)
     dtype = _AUTOCAST[precision]
     if dtype is None:
         return nullcontext
@@ -40,7 +37,11 @@ def autocast(precision: PrecisionName, device: torch.device) -> Callable[..., Ab
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The parameters that an optimizer updates, and their relation to the model's parameters."""
+    """The parameters that an optimizer updates, and the model's parameters.
+
+    `updated` are the model's `parameters`, float32 master weights, or (with `windows`) float32 copies that exist only
+    during an update.
+    """
 
     optimizer: Optimizer
     update: Update
@@ -49,21 +50,21 @@ class Target:
     windows: Float32Windows | None = None
 
     @property
-    def beside(self) -> dict[int, torch.Tensor]:
-        """Copies or lower bits of weights in addition to the model's weights, by parameter number."""
+    def extra_weights(self) -> dict[int, torch.Tensor]:
+        """Float32 copies of the model's weights, or their lower bits, by parameter number; empty without either."""
         if self.windows is not None:
             return self.windows.missing
         pairs = enumerate(zip(self.updated, self.parameters, strict=True))
         return {number: updated for number, (updated, parameter) in pairs if updated is not parameter}
 
     def wide_weights(self) -> list[torch.Tensor]:
-        """Return this rank's part of every weight, at its full precision: float32 copies in place of bf16 weights."""
+        """Return this rank's part of every weight at full precision: of the float32 copy if there is one."""
         if self.windows is not None:
             return self.windows.wide_weights()
         return [widened(local_part(weight.detach())) for weight in self.updated]
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
-        """Load an optimizer state; `load_state_dict` converts it to the parameters' type, so bf16 state is restored."""
+        """Load an optimizer state, and restore bf16 state, which `load_state_dict` converts to the parameters' type."""
         self.optimizer.load_state_dict(state)
         if self.windows is not None:
             self.windows.narrow_state(self.optimizer)
@@ -73,20 +74,14 @@ class Target:
         for master, gradient in zip(self.updated, gradients, strict=True):
             master.grad = gradient
 
-    def in_groups(self, gradients: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor]]:
-        """Return the gradients that are not None, by parameter group of the optimizer."""
-        known = dict(zip(map(id, self.updated), gradients, strict=True))
-        groups = [[known.get(id(parameter)) for parameter in group["params"]] for group in self.optimizer.param_groups]
-        return [[gradient for gradient in group if gradient is not None] for group in groups]
-
     def detach(self) -> None:
-        """Free the gradients of master weights; the strategy manages the model's gradients."""
+        """Free the gradients of master weights; the strategy frees the model's gradients."""
         for parameter, master in zip(self.parameters, self.updated, strict=True):
             if master is not parameter:
                 master.grad = None
 
     def cast(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Set the gradients of low-precision parameters to the summed (and clipped) gradients, rounded once."""
+        """Round the summed (and clipped) gradients to the parameters' type, and store them in `.grad`."""
         for parameter, gradient in zip(self.updated, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
 
@@ -94,7 +89,7 @@ class Target:
         """Copy updated master weights into the model."""
         with torch.no_grad():
             for parameter, master in zip(self.parameters, self.updated, strict=True):
-                # Parameters that were float32 already are updated directly.
+                # Parameters that are float32 in the model are updated directly.
                 if master is not parameter:
                     parameter.copy_(master)
 
@@ -105,9 +100,9 @@ def make_target(
     bf16_weights: Bf16Weights = "copied",
     seed: int = 0,
 ) -> Target:
-    """Pair an optimizer, or a function `named_parameters -> optimizer`, with the trainable parameters.
+    """Return the target of an optimizer, or of the result of a function `named_parameters -> optimizer`.
 
-    A function receives float32 master copies instead of bf16 and fp16 parameters, or windows instead of bf16 ones.
+    The function receives float32 master weights instead of bf16 and fp16 parameters, or `windows` instead of bf16 ones.
     """
     originals = tuple(parameters.values())
     if isinstance(optimizer, Optimizer):
@@ -122,21 +117,21 @@ def make_target(
     else:
         updated = windows.updated
     named = dict(zip(parameters, updated, strict=True))
-    made = optimizer(list(named.items()))
-    if not isinstance(made, Optimizer):
+    created = optimizer(list(named.items()))
+    if not isinstance(created, Optimizer):
         message = (
-            f"optimizer={optimizer!r} returned {type(made).__name__}; a function given as optimizer must return a "
+            f"optimizer={optimizer!r} returned {type(created).__name__}; a function given as optimizer must return a "
             "torch.optim.Optimizer, such as lambda named: torch.optim.AdamW(named, lr=1e-3)."
         )
         raise ParameterError(message)
-    _refuse_closures(made)
-    _check_members(made, named)
+    _refuse_closures(created)
+    _check_members(created, named)
     update: Update = "direct" if not low else "master_weights" if bf16_weights == "copied" else bf16_weights
-    return Target(made, update, originals, updated, windows)
+    return Target(created, update, originals, updated, windows)
 
 
 class LossScaler:
-    """The gradient scaler under fp16, otherwise a no-op. Only here does the loop have to wait for the device.
+    """The gradient scaler for fp16, a no-op without fp16. With fp16 the loop waits for the device in each step.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2; implemented by `torch.amp.GradScaler`.
     """
@@ -149,10 +144,10 @@ class LossScaler:
             return
         assert target.update != "cast", "the composition table refuses it"
         self.scaler = torch.amp.GradScaler(device.type)
-        # The scale is allocated on first use, and a rank may have no micro-batch.
+        # The scaler allocates its scale at its first use, and a rank without micro-batches would not use it.
         self.scaler.scale(torch.zeros((), device=device))
         # GradScaler does not report a skipped optimizer step, so a hook on the optimizer detects it.
-        self._hook = target.optimizer.register_step_post_hook(self._note_step)
+        self._hook = target.optimizer.register_step_post_hook(self._record_step)
 
     @property
     def scale(self) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -164,7 +159,7 @@ class LossScaler:
         self.scaler.unscale_(self._optimizer)
 
     def forget_gradients(self) -> None:
-        """Forget unscaled gradients after an error, because `GradScaler` refuses to unscale twice; keep the scale."""
+        """Reset the scaler after an error, because `GradScaler` refuses to unscale twice; keep the scale."""
         if self.enabled:
             self.scaler.update(self.scaler.get_scale())
 
@@ -175,13 +170,13 @@ class LossScaler:
     def step(self) -> bool:
         """Run the optimizer's step unless gradients have overflowed; return whether it ran; called only if enabled.
 
-        Gradients are summed over ranks before the check, so all ranks decide alike.
+        The check is on gradients that are summed over ranks, so all ranks run or skip the step.
         """
-        # The optimizer's hook sets it if the scaler does not skip the step.
+        # The hook on the optimizer sets this to True if the scaler does not skip the step.
         self._stepped = False
         self.scaler.step(self._optimizer)
         self.scaler.update()
-        if not self._stepped and self.scaler.get_scale() < _SMALLEST_SCALE:
+        if not self._stepped and self.scaler.get_scale() < _MIN_SCALE:
             message = (
                 f"fp16 gradients still overflow at a loss scale of {self.scaler.get_scale():g} (initially 65536), so "
                 "the loss or the model is not finite. Use precision='bf16' or 'fp32' to find the cause."
@@ -194,7 +189,7 @@ class LossScaler:
         if self.enabled:
             self._hook.remove()
 
-    def _note_step(self, *_: object) -> None:
+    def _record_step(self, *_: object) -> None:
         self._stepped = True
 
 
@@ -203,26 +198,26 @@ def _unchanged(loss: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_closures(optimizer: Optimizer) -> None:
-    """Refuse optimizers that recompute the loss during their step: the engine computes one gradient per batch."""
+    """Refuse optimizers that compute the loss again during their step: the engine computes one gradient per batch."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     needs_closure = closure is not None and closure.default is closure.empty
     has_two_steps = hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")  # as in SAM
     if needs_closure or has_two_steps:
         message = (
             f"{type(optimizer).__name__} computes the gradient several times per step (by a closure, or two steps as "
-            "in SAM). The engine computes one gradient per update. Use an optimizer that steps from .grad, or call "
-            "engine.gradients(batch) in a loop that you write: it returns the exact gradient of a batch at the current "
-            "parameters, without changing them."
+            "in SAM). The engine computes one gradient per update. Use an optimizer that only reads .grad, or write "
+            "your own loop with engine.gradients(batch), which returns the exact gradient of a batch at the current "
+            "parameters without changing them."
         )
         raise CompositionError(message, code="several_gradients")
 
 
 def _check_members(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # By identity, because `==` compares the values of tensors.
-    given_ids = {id(parameter) for parameter in given}
+    member_ids = {id(parameter) for parameter in members}
     model_ids = {id(parameter) for parameter in parameters.values()}
-    missing = [name for name, parameter in parameters.items() if id(parameter) not in given_ids]
+    missing = [name for name, parameter in parameters.items() if id(parameter) not in member_ids]
     if missing:
         message = (
             f"{len(missing)} of {len(parameters)} trainable parameters are in no parameter group of the optimizer: "
@@ -230,10 +225,10 @@ def _check_members(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter])
             "replaced after the optimizer was built, pass a function named_parameters -> optimizer."
         )
         raise ParameterError(message)
-    foreign = [tuple(p.shape) for p in given if id(p) not in model_ids and p.requires_grad]
+    foreign = [tuple(p.shape) for p in members if id(p) not in model_ids and p.requires_grad]
     if foreign:
         message = (
-            f"the optimizer holds {len(foreign)} trainable parameters that belong to no given module, with shapes "
+            f"the optimizer has {len(foreign)} trainable parameters that are in no module of the engine, with shapes "
             f"{_some(map(str, foreign))}. Pass their module to the engine too (a dict of modules), or build the "
             "optimizer from model.parameters() only."
         )

@@ -1,4 +1,4 @@
-"""Learning-rate schedulers, and an average of the weights: one step of each after every update."""
+"""Learning-rate schedulers and the average of the weights, which both advance after every update."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,14 +11,13 @@ from torch.optim import Optimizer
 
 from anybatch.core.geometry import refuse_unless
 from anybatch.core.tensors import widened
-from anybatch.core.torch_internals import interpolate_each
-from anybatch.engine.torch_internals import chained_schedulers
+from anybatch.core.torch_internals import chained_schedulers, change_each
 from anybatch.errors import UserError
-from anybatch.parallel.local_parts import local_part
+from anybatch.parallel.dtensors import local_part
 
 
 class Scheduler(Protocol):
-    """Anything with the `step` of a torch learning-rate scheduler; stepped once per optimizer step."""
+    """Any object with the method `step` of a torch learning-rate scheduler; it is called once per optimizer step."""
 
     def step(self) -> None:
         """Set the next step's learning rates."""
@@ -27,7 +26,7 @@ class Scheduler(Protocol):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything whose state can be saved: a scheduler, a loader, an average."""
+    """Any object whose state can be saved: a scheduler, a loader, an average."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return plain values and tensors."""
@@ -42,12 +41,12 @@ SchedulerFunction = Callable[[Optimizer], Scheduler]
 
 
 def scheduler_of(scheduler: "Scheduler | SchedulerFunction | None", optimizer: Optimizer) -> Scheduler | None:
-    """Return the scheduler; a function is called with the optimizer."""
+    """Return the scheduler, or the result of calling the function with the optimizer; refuse unsuitable schedulers."""
     if scheduler is None:
         return None
     is_valid = callable(scheduler) or hasattr(scheduler, "step")
     refuse_unless(is_valid, "scheduler", scheduler, "a torch scheduler, a function optimizer -> scheduler, or None")
-    # A class also has a method `step`, but is a function of the optimizer.
+    # A class of schedulers also has `step`, but is called with the optimizer like a function.
     made = scheduler if hasattr(scheduler, "step") and not isinstance(scheduler, type) else scheduler(optimizer)
     if not hasattr(made, "step"):
         message = (
@@ -58,15 +57,15 @@ def scheduler_of(scheduler: "Scheduler | SchedulerFunction | None", optimizer: O
     name, other = type(made).__name__, getattr(made, "optimizer", optimizer)
     if other is not optimizer:
         message = (
-            f"scheduler {name} was made for another optimizer ({type(other).__name__} at {id(other):#x}) than the "
-            f"engine's ({type(optimizer).__name__} at {id(optimizer):#x}), so it would have no effect. Make it for the "
-            f"engine's optimizer, or pass a function: scheduler=lambda optimizer: {name}(optimizer, ...)."
+            f"scheduler {name} belongs to another optimizer ({type(other).__name__} at {id(other):#x}) than the "
+            f"engine's ({type(optimizer).__name__} at {id(optimizer):#x}), so it would have no effect. Create it with "
+            f"the engine's optimizer, or pass a function: scheduler=lambda optimizer: {name}(optimizer, ...)."
         )
         raise UserError(message)
-    needed = _needed_in_step(made)
-    if needed:
+    required = _required_arguments(made)
+    if required:
         message = (
-            f"scheduler {name} needs {', '.join(needed)} in each step, but the engine calls step() without arguments. "
+            f"{name}.step needs the arguments {', '.join(required)}, but the engine calls step() without arguments. "
             "Step it yourself, for example after engine.evaluate, and save it with the run: "
             "engine.save_also(scheduler=scheduler)."
         )
@@ -75,7 +74,7 @@ def scheduler_of(scheduler: "Scheduler | SchedulerFunction | None", optimizer: O
 
 
 def unsaved_scheduler(optimizer: Optimizer, saved: Iterable[object]) -> str:
-    """Return a warning if a scheduler that is not in checkpoints sets the learning rates; otherwise an empty string."""
+    """Return a warning if a scheduler that is not in `saved` sets the learning rates; otherwise an empty string."""
     # Every torch scheduler adds this key to the groups of its optimizer.
     is_scheduled = any("initial_lr" in group for group in optimizer.param_groups)
     if not is_scheduled or any(getattr(item, "optimizer", None) is optimizer for item in saved):
@@ -88,9 +87,9 @@ def unsaved_scheduler(optimizer: Optimizer, saved: Iterable[object]) -> str:
 
 
 class StepCounter:
-    """Detects a scheduler that both the engine and the user's loop step, so that rates change twice as fast.
+    """Detects that both the engine and the user's loop step a scheduler, so that rates change twice as fast.
 
-    torch's schedulers count their steps in `last_epoch`; others are not checked.
+    torch's schedulers count their steps in `last_epoch`; other schedulers are not checked.
     """
 
     def __init__(self) -> None:
@@ -106,7 +105,7 @@ class StepCounter:
             return ""
         return (
             f"{type(scheduler).__name__} was stepped between two steps of the engine, so its rates change twice as "
-            f"fast. Its step count was {expected} after the first and {before} before the second. Remove "
+            f"fast. Its step count was {expected} after the first step and {before} before the second. Remove "
             "scheduler.step() from your loop, since the engine calls it once per update; or omit "
             "Engine(scheduler=...), step it yourself, and call engine.save_also(scheduler=scheduler)."
         )
@@ -124,10 +123,10 @@ def num_scheduled(scheduler: object) -> int | None:
 
 
 @contextmanager
-def at_rate(optimizer: Optimizer, factor: float) -> Iterator[None]:
-    """Multiply all learning rates temporarily, and then restore the exact rates set by any scheduler.
+def scale_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """Multiply all learning rates by a factor within the context, and restore the exact rates afterwards.
 
-    A rate in a tensor is changed in place, since captured graphs read this tensor.
+    A rate in a tensor is changed in place, since captured CUDA graphs read this tensor.
     """
     before = [
         rate.clone() if isinstance(rate := group["lr"], torch.Tensor) else rate for group in optimizer.param_groups
@@ -147,7 +146,7 @@ def _set_rates(optimizer: Optimizer, rates: Iterable[float | torch.Tensor]) -> N
             group["lr"] = rate
 
 
-def _needed_in_step(scheduler: Scheduler) -> list[str]:
+def _required_arguments(scheduler: Scheduler) -> list[str]:
     parameters = inspect.signature(scheduler.step).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [item.name for item in parameters if item.default is item.empty and item.kind in positional]
@@ -163,10 +162,10 @@ class WeightAverage:
     of Kingma and Ba, 2014, section 7.2.
 
     Args:
-        parameters: by name; averaged in float32 where they are bf16 or fp16.
-        decay: between 0 and 1, such as 0.999.
-        wide_weights: function () -> this rank's parts of the weights at full precision, in the order of `parameters`:
-            an average of rounded bf16 weights would miss most of their changes.
+        parameters: the trained parameters, by name; bf16 and fp16 ones are averaged in float32.
+        decay: a number between 0 and 1, such as 0.999.
+        wide_weights: function () -> this rank's parts of the weights at full precision, in the order of `parameters`.
+            An average of weights that are rounded to bf16 would miss most of their changes.
     """
 
     def __init__(
@@ -184,13 +183,13 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Update the average with the current weights."""
-        # Local parts, since torch cannot combine DTensors with plain tensors.
+        # Only this rank's parts, since torch cannot combine DTensors with plain tensors.
         averages = list(map(local_part, self.weights.values()))
-        interpolate_each(averages, self._wide_weights(), 1.0 - self.decay)
+        change_each("lerp", averages, self._wide_weights(), 1.0 - self.decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Use the averaged weights in the model temporarily."""
+        """Use the averaged weights in the model within the context."""
         trained = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         try:
             self._put(self.weights)

@@ -1,4 +1,4 @@
-"""`ab.shares`: loaders of the user, one per rank; a rank whose loader ends first yields empty shares."""
+"""`ab.shares`: use one loader per rank; a rank whose loader ends first yields empty shares."""
 
 import itertools
 import warnings
@@ -22,14 +22,14 @@ def shares(
 ) -> Iterator[RankShare]:
     """Yield the batches of this rank's loader until the loaders of all ranks have ended.
 
-    The plain loop `for batch in loader` hangs if ranks have different numbers of batches, because some ranks wait in a
-    reduction for the others. Here a rank whose loader has ended yields empty shares until all have ended.
+    The plain loop `for batch in loader` hangs if ranks have different numbers of batches, because ranks with a batch
+    wait in a reduction for the others. Here a rank whose loader has ended yields empty shares until all have ended.
 
     Args:
-        loader: yields nested batches of any size, this rank's share of each step.
+        loader: yields batches of any size, as tensors or dicts, lists or tuples of tensors; they are this rank's share.
         effective_batch_size: samples per step over all ranks. Batches of the loader are joined or cut to this size;
-            only the last step may be smaller. Ranks contribute equal numbers of samples, up to one, until a loader
-            ends; then the others contribute more. None: one batch from each rank is one step.
+            only the last step may be smaller. The numbers of samples of the ranks differ by at most one until a loader
+            ends; then the other ranks contribute more. None: one batch from each rank is one step.
         world: the ranks; None: from the environment.
 
     Raises:
@@ -49,8 +49,8 @@ def shares(
     if world is not None:
         yield from _agreed_shares(loader, effective_batch_size, world)
         return
-    with World.from_environment() as own:
-        yield from _agreed_shares(loader, effective_batch_size, own)
+    with World.from_environment() as created:
+        yield from _agreed_shares(loader, effective_batch_size, created)
 
 
 def _is_iterable(loader: object) -> bool:
@@ -63,7 +63,7 @@ def _agreed_shares(loader: Iterable[Any], effective_batch_size: int | None, worl
     if effective_batch_size is not None:
         shares = _joined_shares(_Samples(batches), effective_batch_size, world)
     for number in itertools.count():
-        # Not around the yield: during the caller's step no rank waits in this call.
+        # The context does not include the yield: during the caller's step no rank waits in this call.
         with _reported(world, number):
             share = next(shares, None)
         if share is None:
@@ -72,25 +72,25 @@ def _agreed_shares(loader: Iterable[Any], effective_batch_size: int | None, worl
 
 
 def _reported(world: World, number: int) -> AbstractContextManager[None]:
-    """Return a context that reports errors to the other ranks; empty inside an engine call, which does so itself."""
-    if world.roll_call is None or world.roll_call.is_inside:
+    """Return a context that reports errors to other ranks; no-op inside an engine call, which already reports them."""
+    if world.call_tracker is None or world.call_tracker.is_inside:
         return nullcontext()
     return failures_reported(world, f"ab.shares for share {number}", None, lambda: None)
 
 
 def _shares_as_loaded(batches: Iterator[Any], world: World) -> Iterator[RankShare]:
     while True:
-        found: list[Any] = []
+        loaded: list[Any] = []
 
-        def read(found: list[Any] = found) -> list[float]:
-            found.extend(itertools.islice(batches, 1))
-            return [len(found)]
+        def read(loaded: list[Any] = loaded) -> list[float]:
+            loaded.extend(itertools.islice(batches, 1))
+            return [len(loaded)]
 
-        # A collective in every step, also on a rank that has ended or failed: the others wait for its answer.
-        more = world.gather_from(read, 1)
-        if not any(row[0] for row in more):
+        # Every rank takes part in every step, even if its loader has ended or failed: the others wait for its answer.
+        num_loaded = world.gather_from(read, 1)
+        if not any(row[0] for row in num_loaded):
             return
-        yield RankShare(found[0] if found else None)
+        yield RankShare(loaded[0] if loaded else None)
 
 
 class _Samples:
@@ -98,7 +98,7 @@ class _Samples:
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
-        self._held: Any = None
+        self._joined: Any = None
         self.num_read = 0
         self.is_over = False
 
@@ -106,11 +106,11 @@ class _Samples:
         """Read and join batches until there are `number` samples, or the loader ends.
 
         Raises:
-            DataError: they cannot be joined.
+            DataError: the batches cannot be joined.
         """
-        parts = [self._held] if self.num_read else []
+        parts = [self._joined] if self.num_read else []
         while self.num_read < number and not self.is_over:
-            # A loader may reuse the memory of its last batch for the next one.
+            # Copy the last batch, because a loader may reuse its memory for the next batch.
             parts[-1:] = map(copied, parts[-1:])
             try:
                 batch, size = read_samples(next(self._batches))
@@ -120,19 +120,19 @@ class _Samples:
             if size:
                 parts.append(batch)
                 self.num_read += size
-        # Join here and not in `take`, since errors in here are reported to all ranks.
-        self._held = join_samples(parts) if parts else None
+        # Join here and not in `take`, because only errors of this method are reported to all ranks.
+        self._joined = join_samples(parts) if parts else None
 
     def take(self, number: int) -> Any:  # noqa: ANN401 (any nested batch)
         """Return the next `number` samples as one batch; None for 0."""
         if not number:
             return None
-        taken, rest = self._held, None
+        first, rest = self._joined, None
         if number < self.num_read:
-            taken = slice_samples(self._held, 0, number)
-            rest = slice_samples(self._held, number, self.num_read)
-        self._held, self.num_read = rest, self.num_read - number
-        return taken
+            first = slice_samples(self._joined, 0, number)
+            rest = slice_samples(self._joined, number, self.num_read)
+        self._joined, self.num_read = rest, self.num_read - number
+        return first
 
 
 def _joined_shares(samples: _Samples, effective_batch_size: int, world: World) -> Iterator[RankShare]:
@@ -151,18 +151,17 @@ def _shares_of_step(samples: _Samples, effective_batch_size: int, world: World) 
             return [samples.num_read, samples.is_over]
 
         rows = world.gather_from(read, 2)
-        found = [min(int(number), want) for (number, _), want in zip(rows, wanted, strict=True)]
-        missing = effective_batch_size - sum(found)
-        # Ranks that have or may have more samples.
-        able = [
+        available = [min(int(number), want) for (number, _), want in zip(rows, wanted, strict=True)]
+        missing = effective_batch_size - sum(available)
+        with_more = [  # ranks that have or may have more samples
             rank
             for rank, ((number, is_over), want) in enumerate(zip(rows, wanted, strict=True))
             if not is_over or number > want
         ]
-        if not missing or not able:
-            return found
-        wanted = found
-        for rank, more in zip(able, even_parts(missing, len(able)), strict=False):
+        if not missing or not with_more:
+            return available
+        wanted = available
+        for rank, more in zip(with_more, even_parts(missing, len(with_more)), strict=False):
             wanted[rank] += more
 
 
@@ -171,8 +170,8 @@ def _warn_of_duplicates(loader: Iterable[Any]) -> None:
     message = _duplicates_of_sampler(loader) or _duplicates_of_accelerate(loader)
     if message:
         warnings.warn(
-            f"{message}: duplicates count twice in every epoch. Use ab.batches(dataset), which deals uneven shares, "
-            "or drop the rest (drop_last=True).",
+            f"{message}: duplicates count twice in every epoch. Use ab.batches(dataset), which gives ranks unequal "
+            "shares, or drop the rest (drop_last=True).",
             AnyBatchWarning,
             stacklevel=3,
         )
@@ -193,7 +192,7 @@ def _duplicates_of_sampler(loader: Any) -> str:  # noqa: ANN401 (any loader)
 
 
 def _duplicates_of_accelerate(loader: Any) -> str:  # noqa: ANN401 (any loader)
-    """Return the warning about a loader prepared by Accelerate, recognized by attributes; otherwise an empty text."""
+    """Return the warning about a loader of Accelerate, recognized by its attributes; otherwise an empty text."""
     sampler, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
     if getattr(sampler, "even_batches", False) and hasattr(sampler, "num_processes"):
         shard: Any = sampler

@@ -1,10 +1,10 @@
-"""Plan and run a step; after out of memory, plan and run it again in smaller micro-batches."""
+"""Plan and run a step; after an out-of-memory error, plan and run it again in smaller micro-batches."""
 
-import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float
@@ -14,12 +14,12 @@ from anybatch.core.loss import Loss, without_graph
 from anybatch.core.records import PhaseName
 from anybatch.core.splitting import BatchPlan
 from anybatch.core.tensors import accumulation_dtype, widest_dtype
-from anybatch.engine.accumulate import LateDivision, LoopContext, Sums, accumulate
+from anybatch.core.torch_internals import change_each, dense_values
+from anybatch.engine.accumulate import LoopContext, Sums, accumulate
 from anybatch.engine.batch_norm import BatchNormRunner, Execute
 from anybatch.engine.data_progress import DataProgress
-from anybatch.engine.first_steps import FirstSteps, MaskedParameters, refuse_disagreement
+from anybatch.engine.first_steps import FirstSteps, refuse_disagreement
 from anybatch.engine.forward_state import BufferUpdates
-from anybatch.engine.gradient_noise import NoiseMeter, NoiseOfStep
 from anybatch.engine.loss_check.check import UncountedSums
 from anybatch.engine.micro_batch_size.oom_retry import InputVersions, OomRetry, OutOfMemory, release_frames
 from anybatch.engine.micro_batch_size.sizes import RunSizes
@@ -28,18 +28,20 @@ from anybatch.engine.micro_batches import (
     CountedBatch,
     PlannedBatch,
     plan_effective_batch,
-    report_failed_count,
 )
 from anybatch.engine.notifier import Notifier
-from anybatch.engine.rank_comparison import StepMeaning
+from anybatch.engine.rank_comparison import StepFingerprint
 from anybatch.engine.step_guard import StepGuard
-from anybatch.engine.torch_internals import refused_in_backward
-from anybatch.errors import AnyBatchError, WorldError
-from anybatch.parallel.agreement import StepAbortedError, StepFailedError, StepsDifferError
-from anybatch.parallel.strategy import Abort
+from anybatch.parallel.agreement import StepAbortedError, StepsDifferError
+from anybatch.parallel.dtensors import local_part
 from anybatch.parallel.world import World
 
+if TYPE_CHECKING:
+    from anybatch.engine.gradient_noise import NoiseMeter, NoiseOfStep
+
 _NOTHING = nullcontext()
+_NUM_VALUES = 8
+"""Number of values of each parameter from which a seed is computed."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -52,13 +54,12 @@ class StepPlanner:
     sums: UncountedSums
     notifier: Notifier
     seed: int | None
-    make_seed: Callable[[], int]
-    own_seed: int | None = field(default=None, init=False)
-    _smaller_in: int | None = field(default=None, init=False)  # the last step below the effective batch size
+    modules: nn.Module
+    user_seed: int | None = field(default=None, init=False)
+    _last_smaller_step: int | None = field(default=None, init=False)  # last one below the effective batch size
 
     def __post_init__(self) -> None:
         self._counter = BatchCounter(self.loss, self.world, self.sizes.constraints, self.sums)
-        self._others_wait = self.world.roll_call is not None and self.loss.needs_data_to_count
 
     def plan(
         self,
@@ -71,44 +72,8 @@ class StepPlanner:
     ) -> CountedBatch:
         """Return the batch with this rank's micro-batches and the divisors of the loss.
 
-        `check_loss` is False if a step is repeated, since its samples were checked before.
+        `check_loss` is False if a step is repeated, since its samples were checked in the first attempt.
         """
-        if self._others_wait:
-            planned = self._plan_or_leave(batch, step, progress, first, check_loss=check_loss)
-        else:
-            planned = self._plan(batch, step, progress, first, check_loss=check_loss)
-        return self._counter.count(planned, step)
-
-    def _plan_or_leave(
-        self,
-        batch: Any,  # noqa: ANN401 (what `Engine.step` takes)
-        step: int,
-        progress: DataProgress,
-        first: FirstSteps | None,
-        *,
-        check_loss: bool,
-    ) -> PlannedBatch:
-        """Plan a batch; after an error, report it to the other ranks, which wait for this rank's counts."""
-        roll_call = self.world.roll_call
-        assert roll_call is not None
-        num_told, is_steady = roll_call.num_told, is_steady_step(first, step, progress)
-        try:
-            return self._plan(batch, step, progress, first, check_loss=check_loss)
-        except BaseException as error:
-            is_known = isinstance(error, WorldError) or roll_call.num_told != num_told
-            if is_steady and not is_known:
-                report_failed_count(error, self.loss, self.world)
-            raise
-
-    def _plan(
-        self,
-        batch: Any,  # noqa: ANN401 (what `Engine.step` takes)
-        step: int,
-        progress: DataProgress,
-        first: FirstSteps | None,
-        *,
-        check_loss: bool,
-    ) -> PlannedBatch:
         planned = plan_effective_batch(batch, self.sizes.placement, self.world, progress.position)
         # The engine's seed takes precedence over the data's, also on resume.
         if self.seed is not None:
@@ -116,25 +81,25 @@ class StepPlanner:
         elif not planned.picks_any:  # not from ab.batches
             planned = planned._replace(seed=self._user_seed())
         num_samples, limit = planned.plan.num_samples, self.sizes.sizes.effective_batch_size
-        named: tuple[int, ...] = getattr(batch, "sizes", ())
-        if num_samples != (limit or num_samples) or named not in ((), (num_samples,)):
+        data_sizes: tuple[int, ...] = getattr(batch, "sizes", ())  # of ab.batches
+        if num_samples != (limit or num_samples) or data_sizes not in ((), (num_samples,)):
             self.sizes.refuse_larger(num_samples)
             self._warn_of_smaller(batch, num_samples, step)
-        if not progress.is_stepped and self.world.roll_call is not None:
-            with self.world.roll_call.comparing("the first samples of a data set"):
+        if not progress.is_stepped and self.world.call_tracker is not None:
+            with self.world.call_tracker.comparing("the first samples of a data set"):
                 refuse_disagreement(batch, planned, self.world)
         if first is not None:
             first.check_batch(batch, planned, step, check_loss=check_loss)
-        return planned
+        return self._counter.count(planned, step)
 
     def _user_seed(self) -> int:
-        """Return the seed for batches of the user, from torch's generator and the weights of rank 0."""
-        if self.own_seed is None:
-            self.own_seed = int(self.world.gather_objects(self.make_seed())[0])
-        return self.own_seed
+        """Return the seed for batches that are not from `ab.batches`, from torch's generator and weights of rank 0."""
+        if self.user_seed is None:
+            self.user_seed = int(self.world.gather_objects(_seed_of_state(self.modules))[0])
+        return self.user_seed
 
     def _warn_of_smaller(self, batch: Any, num_samples: int, step: int) -> None:  # noqa: ANN401 (any nested batch)
-        """Warn if steps are smaller than the effective batch size; a single one, such as an epoch's last, is fine."""
+        """Warn if two steps in a row, or all of a data set, are smaller than the effective batch size."""
         sizes: tuple[int, ...] = getattr(batch, "sizes", ())
         if len(sizes) == 1 and num_samples < sizes[0] and getattr(batch, "is_whole_epoch", False):
             message = (
@@ -146,7 +111,7 @@ class StepPlanner:
             return
         limit = self.sizes.sizes.effective_batch_size
         is_smaller = limit is not None and num_samples < limit and limit not in sizes
-        if is_smaller and self._smaller_in == step - 1:
+        if is_smaller and self._last_smaller_step == step - 1:
             message = (
                 f"steps have {num_samples} samples over all ranks, fewer than effective_batch_size={limit}. To "
                 f"accumulate a loader's batches, use `for batch in ab.shares(loader, effective_batch_size={limit})`; "
@@ -154,28 +119,21 @@ class StepPlanner:
             )
             self.notifier.warn("smaller_batches", message)
         if is_smaller:
-            self._smaller_in = step
-
-
-def is_steady_step(first: FirstSteps | None, step: int, progress: DataProgress) -> bool:
-    """Return whether planning a step sends none of the additional messages of a run's or data set's first batches."""
-    return progress.is_stepped and (first is None or first.sends_nothing(step))
+            self._last_smaller_step = step
 
 
 class Executor(Protocol):
-    """Adds up the gradient of one effective batch, and can leave the step early."""
+    """Adds up the gradient of one effective batch, and can abort the step on all ranks."""
+
+    has_exchanged: bool
+    """Whether ranks have exchanged outputs for a loss across samples; set to False before each attempt of a step."""
 
     def __call__(self, counted: CountedBatch) -> Sums:
         """Run all micro-batches of this rank."""
         ...
 
-    @property
-    def begin_step(self) -> Callable[[], None] | None:
-        """Function that resets the executor for a new effective batch; None if it has no state."""
-        ...
-
-    def abort(self, *, failed: bool) -> None:
-        """Join the collectives that other ranks wait in, and report the abort to them; see `Prepared.abort`."""
+    def abort(self) -> None:
+        """Join the collectives in which other ranks wait, and report the abort to them; see `Prepared.abort`."""
         ...
 
 
@@ -186,57 +144,94 @@ def choose_executor(
     notifier: Notifier,
     batch_norm: BatchNormRunner,
     *,
-    num_further: int = 0,
+    num_noise_sums: int = 0,
 ) -> Executor:
     """Return the executor for a loss: one pass, or two for a loss across samples."""
-    abort: Abort = _no_abort
+    abort: Callable[[], None] = _no_abort
     if context.prepared.abort is not None:
-        # Allocated now: a rank that is out of memory cannot allocate its last message.
+        # Allocated now: a rank that is out of memory cannot allocate the message with which it aborts a step.
         abort = context.prepared.abort(
-            torch.cat([totals := Sums().totals(context.loss, world.device), totals.new_zeros(num_further)])
+            torch.cat([totals := Sums().totals(context.loss, world.device), totals.new_zeros(num_noise_sums)])
         )
     if context.loss.kind.encode is None:
         execute = accumulate if batch_norm.is_idle else batch_norm.accumulate
         return _OnePass(context, notifier, execute, abort)
     from anybatch.engine.two_pass import TwoPasses  # noqa: PLC0415 (few runs need it)
 
-    return TwoPasses(context, modules, world, notifier, batch_norm, abort=abort)
+    return TwoPasses(context, modules, world, notifier, batch_norm, abort)
 
 
+@dataclass(eq=False)
 class _OnePass:
-    def __init__(self, context: LoopContext, notifier: Notifier, execute: Execute, abort: Abort) -> None:
-        self._context = context
-        self._notifier = notifier
-        self._execute = execute
-        self.abort = abort
-        self.begin_step = None
+    context: LoopContext
+    notifier: Notifier
+    execute: Execute
+    abort: Callable[[], None]
+    has_exchanged: bool = False
 
     def __call__(self, counted: CountedBatch) -> Sums:
         """Run forward and backward of each micro-batch."""
-        is_observed = bool(self._notifier.observers)
-        return self._execute(
-            self._context, self._notifier.timed(counted.micro_batches) if is_observed else counted.micro_batches
+        micro_batches = counted.micro_batches
+        return self.execute(
+            self.context, self.notifier.timed(micro_batches) if self.notifier.observers else micro_batches
         )
 
 
-def _no_abort(*, failed: bool) -> None:
+def _no_abort() -> None:
     """Do nothing: the engine never calls this for a strategy that cannot abort."""
 
 
 class SummedBatch(NamedTuple):
-    """The result of an effective batch: its gradient, summed over micro-batches and ranks, and divided."""
+    """The result of an effective batch: its gradient, summed over micro-batches and ranks, and divided by the count."""
 
     planned: PlannedBatch
     gradients: Sequence[torch.Tensor | None]
     contributions: Float[Tensor, " terms"]
     counts: Float[Tensor, " terms"]
     too_large: tuple[int, ...]
-    noise: NoiseOfStep | None
+    noise: "NoiseOfStep | None"
+
+
+class LateDivision:
+    """Divides gradients by a count that the loss function returned, so that it is known only after all micro-batches.
+
+    Then ranks have agreed on the step and cannot repeat it after an out-of-memory error. So memory is allocated before.
+    """
+
+    def __init__(self, guess: float, device: torch.device, dtype: torch.dtype) -> None:
+        self._guess = guess
+        self._factor = torch.empty(1, dtype=widest_dtype(device), device=device)
+        self._factor_of_gradients = torch.empty((), dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def divide(
+        self, gradients: Sequence[torch.Tensor], totals: Float[Tensor, "2"]
+    ) -> tuple[Float[Tensor, "1"], Float[Tensor, "1"]]:
+        """Divide gradients and the contribution in place; return (contributions, counts), views of `totals`."""
+        contribution, count = totals[:1], totals[1:]
+        # The gradients were already divided by a guess of the count.
+        torch.reciprocal(count, out=self._factor).mul_(self._guess)
+        if gradients:
+            self._factor_of_gradients.copy_(self._factor[0])
+            change_each("mul", [dense_values(local_part(g)) for g in gradients], self._factor_of_gradients)
+        return contribution.mul_(self._factor), count
+
+
+def _seed_of_state(modules: nn.Module) -> int:
+    """Return a seed computed from the state of torch's generator and from weights, without changing them.
+
+    So `torch.manual_seed` has an effect, and two models, such as a generator and a critic, get different seeds.
+    """
+    digest = blake2b(bytes(torch.default_generator.get_state().tolist()), digest_size=7)
+    for name, parameter in modules.named_parameters():
+        values = local_part(parameter).detach().reshape(-1)[:_NUM_VALUES].tolist()
+        digest.update(repr((name, tuple(parameter.shape), values)).encode())
+    return int.from_bytes(digest.digest())
 
 
 @dataclass(kw_only=True, eq=False)
 class StepRunner:
-    """Plans and runs effective batches until they fit."""
+    """Plans and runs effective batches, with smaller micro-batches after each out-of-memory error."""
 
     planner: StepPlanner
     executor: Executor
@@ -247,18 +242,15 @@ class StepRunner:
     world: World
     retry: OomRetry
     notifier: Notifier
-    meaning: StepMeaning | None
-    noise: NoiseMeter | None
-    masked: MaskedParameters
-    can_leave: bool
+    fingerprint: StepFingerprint | None
+    noise: "NoiseMeter | None"
     is_running: bool = field(default=False, init=False)
     _waits_for_cut: bool = field(default=False, init=False)
-    _owes_step: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        # None after the first steps, so that later steps skip it.
+        # None after the first steps, whose additional work later steps skip.
         self._first: FirstSteps | None = self.first_steps
-        self._brings_count = self.context.loss.kind.brings_count
+        self._returns_count = self.context.loss.kind.returns_count
         self._dtype = widest_dtype(self.world.device)
 
     def restart_first_steps(self) -> None:
@@ -266,60 +258,44 @@ class StepRunner:
         self._first = self.first_steps
 
     def run(self, batch: Any, step: int, progress: DataProgress) -> SummedBatch:  # noqa: ANN401 (any nested batch)
-        """Return the gradient of an effective batch, with the first cut that fits on every rank.
+        """Return the gradient of an effective batch, cut into micro-batches that fit on every rank.
 
         Raises:
             DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
             ParameterError: the set of trainable parameters has changed.
             MemoryExhaustedError: no cut fits, or the ranks cannot repeat this step.
-            RankFailedError: another rank failed first; all ranks have left the step.
+            RankFailedError: another rank failed first.
             RanksDifferError: ranks run different steps.
             ReplicaError: weights differ between ranks.
         """
-        roll_call = self.world.roll_call
-        num_told = 0 if roll_call is None else roll_call.num_told
-        if self.executor.begin_step is not None:
-            self.executor.begin_step()
         self.is_running = True
         try:
             with self.guard.begin_step():
                 summed = self._run(batch, step, progress)
             if self.guard.steps_left:
                 self.guard.end_step()
-        except StepFailedError:
-            raise self.world.error_of_failed_rank() from None
         except StepsDifferError as error:
-            assert self.meaning is not None
-            self.meaning.refuse(error.differing)
-        except BaseException as error:
-            # Skip errors that all ranks have, and errors after the last message, when no rank waits any more.
-            is_known = isinstance(error, WorldError) or (roll_call is not None and roll_call.num_told != num_told)
-            if self._owes_step and roll_call is not None and not is_known and not roll_call.has_agreed:
-                self._leave(error, step)
-            raise
+            assert self.fingerprint is not None
+            self.fingerprint.refuse(error.differing)
         finally:
             self.is_running = False
         return summed
 
     def _run(self, batch: Any, step: int, progress: DataProgress) -> SummedBatch:  # noqa: ANN401 (any nested batch)
         first = self._first
-        # The first batches send further messages, which a failed rank cannot join.
-        self._owes_step = self.can_leave and is_steady_step(first, step, progress)
         if first is not None:
             first.settle_sizes(batch, progress.position)
-        # Every further try starts from the current buffers.
+        # If the step is repeated, each attempt starts from the current buffers.
         self.retry.state.keep()
-        if self.retry.backoff.former_sizes:
-            self.retry.backoff.begin_step(step)
-        # A batch that loads its samples in each try has no tensors that a try could change.
+        # A batch that loads its samples in each attempt has no tensors that an attempt could change.
         inputs = None if hasattr(batch, "feed") else InputVersions(batch)
         too_large: tuple[int, ...] = ()
         while True:
             try:
                 counted = self.planner.plan(batch, step, progress, first, check_loss=not too_large)
             except torch.OutOfMemoryError as error:
-                raise self._too_large_to_plan(error, step) from None
-            self._owes_step = self.can_leave
+                release_frames(error)
+                raise self.retry.too_large_to_plan(error, step) from None
             plan = counted.planned.plan
             is_cut = len(plan.shares) > 1 or len(plan.shares[0]) > 1
             if self._waits_for_cut and is_cut and first is None:
@@ -333,7 +309,7 @@ class StepRunner:
                 return outcome
             del counted  # frees the samples that it has loaded
             too_large += (self.retry.retry_smaller_or_raise(outcome, plan, step, too_large),)
-            # After the abort, when no rank waits for another one.
+            # Only after the abort, because then no rank waits for another one.
             if inputs is not None:
                 inputs.refuse_changed(step, self.world)
 
@@ -343,37 +319,23 @@ class StepRunner:
         if first.is_done(step, is_cut=is_cut):
             self._first, self._waits_for_cut = None, first.waits_for_cut
 
-    def _too_large_to_plan(self, error: torch.OutOfMemoryError, step: int) -> Exception:
-        """Return the error for out of memory in planning, which may load samples."""
-        notes = [note.removeprefix("anybatch: ").rstrip(".") for note in getattr(error, "__notes__", ())]
-        cause = f"{error}{_place_of(error)}{''.join(f' ({note})' for note in notes)}"
-        release_frames(error)
-        return self.retry.too_large_to_plan(cause, step)
-
-    def _leave(self, error: BaseException, step: int) -> None:
-        """Join the collectives that other ranks wait in, so that all ranks leave this step and begin the next one."""
-        # First, since other ranks read the error as soon as they learn of the failure.
-        self.world.publish_failure(refused_in_backward(error) or error, step)
-        # If aborting fails, the other ranks find the published error while they wait.
-        with suppress(AnyBatchError, RuntimeError):
-            self.executor.abort(failed=True)
-
     def _attempt(
         self, counted: CountedBatch, step: int, too_large: tuple[int, ...], first: FirstSteps | None
     ) -> SummedBatch | OutOfMemory:
-        """Sum gradients over micro-batches and ranks, and divide; return `OutOfMemory` if that does not fit."""
+        """Sum gradients over micro-batches and ranks, and divide; return `OutOfMemory` if the step does not fit."""
         phase: PhaseName = "forward_backward"
         notifier, noise, strategy, plan = self.notifier, self.noise, self.context.strategy, counted.planned.plan
         is_observed = bool(notifier.observers)
-        if self.meaning is not None:
-            self.meaning.note(counted.planned, step)
+        if self.fingerprint is not None:
+            self.fingerprint.record(counted.planned, step)
+        self.executor.has_exchanged = False
         try:
             if is_observed:
                 notifier.begin_step(step, counted)
             with self.context.randomness:
                 strategy.place_gradients()
                 counts = _as_tensor(counted.divisors, self._dtype)
-                late = self._late_division(counted.divisors[0]) if self._brings_count else None
+                late = self._late_division(counted.divisors[0]) if self._returns_count else None
                 with (
                     first.watched(plan) if first is not None else _NOTHING,
                     self.buffers.effective_batch() if self.buffers is not None else _NOTHING,
@@ -383,29 +345,29 @@ class StepRunner:
                     sums = self.executor(counted)
             phase = "reduce"
             with (
-                self.world.collective() if self.world.roll_call is not None else _NOTHING,
+                self.world.collective() if self.world.call_tracker is not None else _NOTHING,
                 notifier.phase(phase) if is_observed else _NOTHING,
             ):
                 totals = sums.totals(self.context.loss, self.world.device)
                 if noise is not None:
-                    totals = torch.cat([totals, noise.numbers(sums, is_late=self._brings_count)])
+                    totals = torch.cat([totals, noise.sums(sums, is_late=self._returns_count)])
                 gradients, totals = strategy.finish_gradients(totals)
                 if is_observed:
                     notifier.reduced()
-        # Another rank ran out of memory, and reported it in the last message of the step.
+        # Another rank ran out of memory, and reported this in the last message of the step.
         except StepAbortedError as error:
             release_frames(error)
             return OutOfMemory()
         except torch.OutOfMemoryError as error:
-            failed = OutOfMemory(phase, f"{error}{_place_of(error)}")
+            failed = OutOfMemory(phase, str(error))
             release_frames(error)
             return failed  # after the return, the failed frames and their tensors are freed
-        if self.world.roll_call is None and all(gradient is None for gradient in gradients):
+        if self.world.call_tracker is None and all(gradient is None for gradient in gradients):
             raise without_graph()  # every loss was a constant zero
-        found = None
-        if late is not None or noise is not None or counted.left_out is not None:
-            totals, counts, found = self._divided(counted, gradients, totals, counts, late)
-        return SummedBatch(counted.planned, gradients, totals, counts, too_large, found)
+        noise_of_step = None
+        if late is not None or noise is not None:
+            totals, counts, noise_of_step = self._divided(counted, gradients, totals, counts, late)
+        return SummedBatch(counted.planned, gradients, totals, counts, too_large, noise_of_step)
 
     def _divided(
         self,
@@ -414,24 +376,22 @@ class StepRunner:
         totals: Float[Tensor, " numbers"],
         counts: Float[Tensor, " terms"],
         late: LateDivision | None,
-    ) -> tuple[Float[Tensor, " terms"], Float[Tensor, " terms"], NoiseOfStep | None]:
-        """Return contributions, counts and noise; divide by the counts if they come with the losses."""
-        if self.masked.looks_left and counted.left_out is not None:
-            self.masked.look(counted.left_out, gradients)
+    ) -> tuple[Float[Tensor, " terms"], Float[Tensor, " terms"], "NoiseOfStep | None"]:
+        """Return contributions, counts and noise; divide by the count if the loss function returned it."""
         noise = self.noise
-        totals, further = (totals, None) if noise is None else totals.tensor_split([-noise.num_numbers])
-        # The count is known only now, after all losses: so far gradients are divided by a guess.
+        totals, noise_sums = (totals, None) if noise is None else totals.tensor_split([-noise.num_sums])
+        # The count is known only after the last micro-batch; until now, gradients are divided by a guess.
         if late is not None:
             totals, counts = late.divide([gradient for gradient in gradients if gradient is not None], totals)
-        if noise is None or further is None:
+        if noise is None or noise_sums is None:
             return totals, counts, None
-        guess = counted.divisors[0] if self._brings_count else None
-        return totals, counts, noise.finish(gradients, further, counts, counted.planned.plan, guess=guess)
+        guess = counted.divisors[0] if self._returns_count else None
+        return totals, counts, noise.finish(gradients, noise_sums, counts, counted.planned.plan, guess=guess)
 
     def _late_division(self, guess: float) -> LateDivision:
         parameter = next(iter(self.context.prepared.parameters.values()))
         dtype = accumulation_dtype(parameter)
-        # Real, so that it divides both real and complex gradients.
+        # A real type, because the count divides both real and complex gradients.
         return LateDivision(guess, self.world.device, dtype.to_real())
 
 
@@ -439,16 +399,3 @@ def _as_tensor(numbers: tuple[float, ...], dtype: torch.dtype) -> Float[Tensor, 
     if len(numbers) == 1:  # `full` is five times as fast as `tensor`
         return torch.full((1,), numbers[0], dtype=dtype)
     return torch.tensor(numbers, dtype=dtype)
-
-
-def _place_of(error: BaseException) -> str:
-    """Return the place in the user's code that raised, ` (in model.py, line 12, in forward)`; empty without one.
-
-    A text, because frames would keep their tensors alive.
-    """
-    place = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        module = frame.f_globals.get("__name__", "")
-        if module.split(".")[0] not in ("anybatch", "torch"):
-            place = f" (in {frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name})"
-    return place

@@ -1,4 +1,4 @@
-"""Detect changes by the user's program to gradients, parameters and modes, between and during steps."""
+"""Detect that the user's program changes gradients, parameters or modes, between or during steps."""
 
 import itertools
 import operator
@@ -11,39 +11,40 @@ import torch
 from torch import nn
 
 from anybatch.core.loss_kinds import LossFunction
-from anybatch.core.torch_internals import BatchNormBase, num_changes
-from anybatch.core.tree import Batch
-from anybatch.engine.notifier import Notifier
-from anybatch.engine.torch_internals import (
+from anybatch.core.torch_internals import (
+    BatchNormBase,
     DropoutBase,
     TrainableParts,
     accumulation_hooks,
     num_accumulation_hooks,
+    num_changes,
     tensor_hooks,
     without_tensor_hooks,
 )
+from anybatch.core.tree import Batch
+from anybatch.engine.notifier import Notifier
 from anybatch.engine.user_code import Model
 from anybatch.errors import LossError, ParameterError
-from anybatch.parallel.local_parts import local_part
-from anybatch.parallel.strategy import ParameterLayout, Prepared
+from anybatch.parallel.dtensors import local_part
+from anybatch.parallel.strategy import Prepared
 from anybatch.parallel.world import World
 
 DIFFERS_IN_TRAINING = (DropoutBase, BatchNormBase)
-"""Layers whose forward depends on the mode."""
+"""Layers whose forward differs between train mode and eval mode."""
 _GRADIENT, _TRAINING = operator.attrgetter("grad"), operator.attrgetter("training")
 _WATCHED = "Detecting that a loss function changes gradients"
 _NOTHING = nullcontext()
 _NUM_STEPS = 2
-"""Number of first steps in which every call of the loss function is checked."""
-_NAMED = 4
-"""Maximum number of parameters in a message."""
+"""Number of steps, from the first on, in which every call of the loss function is checked."""
+_MAX_NAMES = 4
+"""Maximum number of parameter names in a message."""
 
 
 class StepGuard:
     """Detects changes of gradients by other code, from the first micro-batch to the update.
 
-    Gradients add up in `.grad`. Between steps the user may change `.grad`, parameters and modes, so each step begins
-    with a check of these. The loss function runs while gradients add up, so its calls are checked too.
+    Gradients add up in `.grad`. Between steps the user may change gradients, parameters and modes, so each step begins
+    with a check of all three. The loss function runs while gradients add up, so its calls are checked too.
     """
 
     def __init__(
@@ -61,59 +62,59 @@ class StepGuard:
         self._names = list(prepared.parameters)
         self._parameters = list(prepared.parameters.values())
         self._buffers = prepared.gradient_buffers
-        room = sum(buffer.numel() for buffer in self._buffers)
-        self._all_in_buffers = room == sum(local_part(one).numel() for one in self._parameters)
+        num_in_buffers = sum(buffer.numel() for buffer in self._buffers)
+        self._all_in_buffers = num_in_buffers == sum(local_part(weight).numel() for weight in self._parameters)
         self._call = prepared.call
         self._notifier = notifier
-        self._world, self._roll_call = world, world.roll_call
-        # Hooks see whole gradients, as on the user's own parameters.
-        self._layout = prepared.layout if replaces_parameters else ParameterLayout()
+        self._world, self._call_tracker = world, world.call_tracker
         self._trained = TrainableParts(modules)
         self._hooks: list[tuple[int, Callable[[torch.Tensor], torch.Tensor | None]]] = []
-        self.may_run = False
-        self._looks_left = 0
+        self.may_have_hooks = False
+        self._checks_left = 0
         self.steps_left = _NUM_STEPS
         self._num_accumulation_hooks = 0
         if num_hooks := num_accumulation_hooks(self._parameters):
             self._refuse_hooks(num_hooks)
 
     def begin_step(self) -> AbstractContextManager[None]:
-        """Return the context for running, or repeating, the micro-batches of one effective batch.
+        """Check the state before a step, and return the context for running its micro-batches, also repeatedly.
 
-        It disables the user's hooks on parameters, see `run_hooks`.
+        The context disables the user's hooks on parameters, which `run_hooks` runs later.
         """
         if self._modules is not None and not self._trained.are_unchanged:
             self._refuse_other_parameters(self._modules)
-        # Strategies have a hook on every parameter; checking them all is needed only if their number has changed.
+        # Strategies have hooks on parameters too, so the hooks are checked only if their number has changed.
         if (num_hooks := num_accumulation_hooks(self._parameters)) != self._num_accumulation_hooks:
             self._refuse_hooks(num_hooks)
         if any(map(operator.is_not, map(_GRADIENT, self._parameters), itertools.repeat(None))):
             self._warn_of_gradients()
-        # Roots only: parts of a model, such as a frozen trunk, may be in evaluation mode on purpose.
+        # Only the models themselves: parts of a model, such as a frozen trunk, may be in evaluation mode on purpose.
         if not all(map(_TRAINING, self._roots)):
             self._warn_of_evaluation_mode()
-        # A loss function that changes gradients does so from the start; later, one check per step is enough.
-        self._looks_left = sys.maxsize if self.steps_left else 1
+        # A loss function that changes gradients does this in the first steps; later, one check per step is enough.
+        self._checks_left = sys.maxsize if self.steps_left else 1
         self._hooks = tensor_hooks(self._parameters)
-        self.may_run = bool(self._hooks) or self._roll_call is not None
-        if self._roll_call is not None:
-            self._roll_call.has_hooks = bool(self._hooks)
+        if self._hooks and self._modules is None:
+            refuse_hooks_on_shards(dict(zip(self._names, self._parameters, strict=True)))
+        self.may_have_hooks = bool(self._hooks) or self._call_tracker is not None
+        if self._call_tracker is not None:
+            self._call_tracker.has_hooks = bool(self._hooks)
         return without_tensor_hooks(self._parameters) if self._hooks else _NOTHING
 
     def end_step(self) -> None:
-        """Count one of the first steps."""
+        """Count one of the first `_NUM_STEPS` steps."""
         self.steps_left -= 1
 
     def call(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (any output of the loss)
-        """Call a function with the model, as `Prepared.call` does, and check that it does not change gradients.
+        """Call the loss function with the model and a batch, and check that it does not change gradients.
 
-        Checks all micro-batches of the first steps, and the first micro-batch of later steps.
+        Checks all micro-batches of the first steps, and the first micro-batch of each later step.
         """
-        if not self._looks_left:
+        if not self._checks_left:
             return self._call(function, batch)
-        self._looks_left -= 1
+        self._checks_left -= 1
         before = list(map(_GRADIENT, self._parameters))
-        # A view shares the version counter of its buffer: if all are views, checking a few buffers is enough.
+        # A view has the version counter of its buffer: if all gradients are views, checking the buffers is enough.
         counted = self._buffers if self._all_in_buffers else (*before, *self._buffers)
         num_before = num_changes(counted, _WATCHED)
         output = self._call(function, batch)
@@ -130,55 +131,37 @@ class StepGuard:
 
     def run_hooks(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Run the user's hooks on parameters (`Tensor.register_hook`) once, on the summed gradients, in place."""
-        if self._roll_call is None or not self._roll_call.any_hooks:
-            if self._hooks:
-                self._run_hooks(gradients, gradients)
+        if self._call_tracker is None or not self._call_tracker.any_hooks:
+            self._run_hooks(gradients)
             return
-        self._roll_call.has_agreed = False  # if a hook raises on one rank, no rank may update
-        numbers = self._world.gather_from_processes([number for number, _ in self._hooks])
-        # Before the hooks, so that a hook that raises leaves no rank in a collective.
-        whole = {
-            number: self._layout.gather(gradient)
-            for number in sorted(set().union(*numbers))
-            if (gradient := gradients[number]) is not None
-        }
-        self._world.run_on_all_processes(lambda: self._run_hooks(gradients, whole))
-        self._roll_call.has_agreed = True
+        self._call_tracker.has_agreed = False  # if a hook raises on one rank, no rank may update
+        self._world.run_on_all_ranks(lambda: self._run_hooks(gradients))
+        self._call_tracker.has_agreed = True
 
     @torch.no_grad()
-    def _run_hooks(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        whole: "Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]",
-    ) -> None:
-        """Run this rank's hooks on whole gradients, and write the results to the gradients."""
+    def _run_hooks(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Run this rank's hooks, and write their results to the gradients."""
         for number, hook in self._hooks:
             gradient = gradients[number]
-            seen = None if gradient is None else whole[number]
-            if gradient is None or seen is None:
-                continue
-            changed = hook(seen)
-            if changed is not None:
-                seen.copy_(changed)
-            if seen is not gradient:
-                gradient.copy_(self._layout.scatter(seen, gradient))
+            if gradient is not None and (changed := hook(gradient)) is not None:
+                gradient.copy_(changed)
 
     def _refuse_other_parameters(self, modules: nn.Module) -> None:
-        found = TrainableParts(modules)
-        if found.ids == self._trained.ids:  # modules changed, trainable parameters did not
-            self._trained = found
+        current = TrainableParts(modules)
+        if current.ids == self._trained.ids:  # modules changed, trainable parameters did not
+            self._trained = current
             return
         now = {id(p): name for name, p in modules.named_parameters() if p.requires_grad}
-        own = dict(zip(map(id, self._parameters), self._names, strict=True))
-        added = [name for key, name in now.items() if key not in own]
-        gone = [name for key, name in own.items() if key not in now]
+        before = dict(zip(map(id, self._parameters), self._names, strict=True))
+        added = [name for key, name in now.items() if key not in before]
+        removed = [name for key, name in before.items() if key not in now]
         changes = [
-            f"{word}: {_some(names)}"
-            for word, names in (("trainable now, but not in the engine", added), ("now frozen or removed", gone))
+            f"{change}: {_some(names)}"
+            for change, names in (("trainable now, but not in the engine", added), ("now frozen or removed", removed))
             if names
         ]
-        if not changes:  # a tied parameter was added or removed in one of its places
-            self._trained = found
+        if not changes:  # a parameter that several modules share was added to or removed from one of them
+            self._trained = current
             return
         message = (
             f"the trainable parameters have changed since the engine was created. {'; '.join(changes)}. "
@@ -210,12 +193,23 @@ class StepGuard:
 
     def _warn_of_gradients(self) -> None:
         pairs = zip(self._names, map(_GRADIENT, self._parameters), strict=True)
-        found = [name for name, gradient in pairs if gradient is not None]
+        names = [name for name, gradient in pairs if gradient is not None]
         message = (
-            f"{len(found)} of {len(self._names)} parameters already had gradients from a backward() outside the "
-            f"engine; they were discarded: {_some(found)}. Move that loss into the loss function if it should count."
+            f"{len(names)} of {len(self._names)} parameters already had gradients from a backward() outside the "
+            f"engine, which were discarded: {_some(names)}. If they should count, add their loss in the loss function."
         )
         self._notifier.warn("gradients_from_elsewhere", message)
+
+
+def refuse_hooks_on_shards(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Refuse hooks of `register_hook` under a strategy that shards parameters."""
+    names = list(parameters)
+    for number, _ in tensor_hooks(list(parameters.values())):
+        message = (
+            f"parameter {names[number]!r} has a hook (register_hook), which would see a shard of its gradient under "
+            "this strategy. Use optimizer.register_step_pre_hook, or strategy='all_reduce'."
+        )
+        raise ParameterError(message, code="hook_on_shard")
 
 
 def refuse_accumulation_hooks(parameters: Mapping[str, torch.Tensor]) -> None:
@@ -225,7 +219,7 @@ def refuse_accumulation_hooks(parameters: Mapping[str, torch.Tensor]) -> None:
         if not getattr(hook, "__module__", "").startswith("anybatch."):
             message = (
                 f"parameter {names[number]!r} has a post-accumulate hook ({hook!r}), which would run in every "
-                "micro-batch, with a part of the gradient. Remove it with its handle. To read or change the summed "
+                "micro-batch, on a part of the gradient. Remove it with its handle. To read or change the summed "
                 "gradient, use parameter.register_hook, which the engine runs once per step, or "
                 "optimizer.register_step_pre_hook."
             )
@@ -233,4 +227,6 @@ def refuse_accumulation_hooks(parameters: Mapping[str, torch.Tensor]) -> None:
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    return ", ".join(map(repr, names[:_MAX_NAMES])) + (
+        f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    )

@@ -1,4 +1,4 @@
-"""From a summed gradient to new parameters: unscale, measure, clip, update, clear; once per effective batch."""
+"""Update parameters from a summed gradient, once per effective batch: unscale, measure, clip, step, clear."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,29 +9,25 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.optim import Optimizer
 
 from anybatch.core.geometry import refuse_unless
 from anybatch.core.records import PhaseName
-from anybatch.core.tensors import BufferKeeper
-from anybatch.core.torch_internals import clamp_each, dense_values, multiply_each
+from anybatch.core.torch_internals import BufferKeeper, change_each, dense_values
 from anybatch.engine.notifier import Notifier
 from anybatch.engine.optimizer_memory import OptimizerStateMemory, ResidentMemory
 from anybatch.engine.precision import LossScaler, Target
-from anybatch.engine.schedule import Scheduler, SchedulerFunction, StepCounter, WeightAverage, at_rate, scheduler_of
+from anybatch.engine.schedule import Scheduler, SchedulerFunction, StepCounter, WeightAverage, scale_rates, scheduler_of
 from anybatch.engine.step_guard import StepGuard
-from anybatch.errors import DoesNotFitError, HalfUpdatedError, NonFiniteError, UpdateFailedError, UserError
+from anybatch.errors import DoesNotFitError, HalfUpdatedError, NonFiniteError, UpdateFailedError
 from anybatch.parallel.strategy import ParameterLayout, UpdateSharding
 
 
 class StepState:
     """A copy of buffers and generators from before the current step.
 
-    Every way of leaving an unfinished step restores them: a retry after out of memory, an exception, a loss that is not
+    They are restored whenever a step does not finish: after an out-of-memory error, an exception, a loss that is not
     finite, another rank's failure, Ctrl-C. Gradients are cleared elsewhere; parameters and optimizer do not change
-    before the update.
-
-    Python state that the loss reaches is not restored: other threads may change it at any time.
+    before the update. Python objects that the loss changes are not restored, since other threads may use them.
     """
 
     def __init__(self, buffers: BufferKeeper, generators: Sequence[torch.Generator]) -> None:
@@ -42,25 +38,25 @@ class StepState:
 
     def keep(self) -> None:
         """Copy the state at the beginning of a step, into the memory of the last copy."""
-        self._is_kept = False  # while the copy is incomplete
+        self._is_kept = False  # until the copy is complete
         self._buffers.keep()
         self._states = [generator.get_state() for generator in self._generators]
         self._is_kept = True
 
     def restore(self) -> None:
-        """Restore the copy, as often as needed; do nothing if the step has ended or not begun."""
+        """Restore the copy (any number of times); a no-op if the step has ended or not begun."""
         if self._is_kept:
             self._buffers.restore()
             for generator, state in zip(self._generators, self._states, strict=True):
                 generator.set_state(state)
 
     def restore_buffers(self) -> None:
-        """Restore the copy of the buffers alone."""
+        """Restore only the copy of the buffers."""
         if self._is_kept:
             self._buffers.restore()
 
     def skip(self) -> None:
-        """End the step without an update: restore buffers. Its samples count, so generators continue."""
+        """End the step without an update: restore buffers, but not generators, since its samples count as used."""
         if self._is_kept:
             self._buffers.restore()
             self._is_kept = False
@@ -70,123 +66,42 @@ class StepState:
         self._is_kept = False
 
 
-@dataclass(frozen=True, slots=True)
-class ClipByNorm:
-    """Scale all gradients down together so that their 2-norm is at most `max_norm`.
-
-    Source: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", 2013.
-    """
-
-    max_norm: float
-
-    def __post_init__(self) -> None:
-        _check_positive("max_norm", self.max_norm)
-
-
-@dataclass(frozen=True, slots=True)
-class ClipByValue:
-    """Limit every gradient element to plus or minus `max_value`."""
-
-    max_value: float
-
-    def __post_init__(self) -> None:
-        _check_positive("max_value", self.max_value)
-
-
-Clip = ClipByNorm | ClipByValue
-
-
-@dataclass(frozen=True, slots=True)
-class ClipByGroup:
-    """Clip each parameter group of the optimizer separately: `policies[j]` is for `optimizer.param_groups[j]`."""
-
-    policies: tuple[Clip | None, ...]
-
-
-ClipPolicy = Clip | ClipByGroup
-ClipArgument = Clip | float | Sequence[Clip | float | None] | None
-
-
-def clip_policy(clip: ClipArgument) -> ClipPolicy | None:
-    """Return the policy; a plain number is the maximum norm, a sequence has one policy per parameter group."""
-    if isinstance(clip, Sequence):
-        return ClipByGroup(tuple(_policy_of_group(policy) for policy in clip))
-    return _policy_of_group(clip)
-
-
-def refuse_groups(clip: ClipPolicy | None, optimizer: Optimizer) -> None:
-    """Raise a `UserError` if the number of policies is not the number of parameter groups."""
-    if isinstance(clip, ClipByGroup) and len(clip.policies) != len(optimizer.param_groups):
-        message = (
-            f"clip has {len(clip.policies)} policies, one per parameter group, but the optimizer has "
-            f"{len(optimizer.param_groups)} groups. Give one for each; None clips nothing."
-        )
-        raise UserError(message, code="clip_groups")
-
-
-def clip_gradients(
-    gradients: Sequence[torch.Tensor | None],
-    norm: Float[Tensor, ""] | None,
-    clip: ClipPolicy,
-    in_groups: Callable[[Sequence[torch.Tensor | None]], Sequence[Sequence[torch.Tensor]]],
-    layout: ParameterLayout,
-) -> None:
-    """Clip in place. The plain loop: `for policy, group in zip(clip, optimizer.param_groups): clip_grad_norm_(...)`."""
-    # Each group needs its norm; the norm of all gradients is not enough.
-    if isinstance(clip, ClipByGroup):
-        for policy, group in zip(clip.policies, in_groups(gradients), strict=True):
-            if policy is not None and group:
-                _clip(group, layout.norm(group) if isinstance(policy, ClipByNorm) else None, policy, layout)
-        return
-    present = [gradient for gradient in gradients if gradient is not None]
-    if present:
-        _clip(present, norm, clip, layout)
-
-
-@torch.no_grad()
-def _clip(
-    gradients: Sequence[torch.Tensor], norm: Float[Tensor, ""] | None, clip: Clip, layout: ParameterLayout
-) -> None:
-    values = [dense_values(layout.local(gradient)) for gradient in gradients]
-    if isinstance(clip, ClipByNorm):
-        assert norm is not None
-        # Like torch.nn.utils.clip_grad_norm_, including the small term. Without clipping the factor is 1, so that the
-        # host need not wait for the norm.
-        multiply_each(values, (clip.max_norm / (norm + 1e-6)).clamp(max=1.0))
-    else:
-        clamp_each(values, clip.max_value)
-
-
-def _policy_of_group(clip: Clip | float | None) -> Clip | None:
-    if clip is None or isinstance(clip, ClipByNorm | ClipByValue):
-        return clip
-    _check_positive("clip", clip)
-    return ClipByNorm(float(clip))
-
-
-def _check_positive(name: str, value: float) -> None:
-    refuse_unless(_is_positive(value), name, value, "a number above 0, or None to clip nothing")
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0  # infinity clips nothing
+def refuse_clip(clip: object) -> None:
+    """Raise a `UserError` unless `clip` is a maximum gradient norm, or None."""
+    # Infinity is valid: it clips nothing, and measures the norm.
+    is_valid = isinstance(clip, (int, float)) and not isinstance(clip, bool) and clip > 0
+    refuse_unless(clip is None or is_valid, "clip", clip, "the maximum gradient norm, a number above 0, or None")
 
 
 _MAX_NAMES = 4
-_Seen = tuple[Float[Tensor, ""], Float[Tensor, ""] | None]
+_LossAndNorm = tuple[Float[Tensor, ""], Float[Tensor, ""] | None]
+
+
+class HostCopy:
+    """Numbers of an accelerator that are copied to the host in the background."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._copy = numbers.detach().to("cpu", non_blocking=True)
+        self._event = torch.Event(numbers.device)
+        self._event.record()  # the copy is complete once this event is
+
+    def read(self) -> torch.Tensor:
+        """Return the numbers; wait for the copy, but not for later work of the device."""
+        self._event.synchronize()
+        return self._copy
 
 
 class FiniteCheck:
     """Checks that loss and gradient norm are finite: on a CPU before the update, on an accelerator one step later.
 
-    On an accelerator, reading a number makes the loop wait for the device. So it is copied to the host in the
-    background and read before the *next* update, when the copy has finished; the update in between has been made.
+    On an accelerator, reading a number makes the loop wait for the device. So the number is copied to the host in the
+    background, and read before the *next* update; by then, the update of its own step has already run.
     """
 
     def __init__(self, device: torch.device, state: Callable[[], Sequence[str]] = tuple) -> None:
-        self._device, self._is_cpu = device, device.type == "cpu"
+        self._is_cpu = device.type == "cpu"
         self._state = state
-        self._pending: tuple[int, torch.Tensor, torch.Event, _Seen] | None = None
+        self._pending: tuple[int, HostCopy, _LossAndNorm] | None = None
 
     def check(self, contributions: Float[Tensor, " terms"], norm: Float[Tensor, ""] | None, step: int) -> None:
         """Raise a `NonFiniteError` if this step, or on an accelerator the previous one, is not finite."""
@@ -197,26 +112,22 @@ class FiniteCheck:
             return
         self.settle()
         loss = contributions.sum()
-        copy = (loss if norm is None else loss + norm).detach().to("cpu", non_blocking=True)
-        event = torch.Event(self._device)
-        event.record()  # the copy is complete once this event is
-        self._pending = (step, copy, event, (loss.detach(), norm))
+        self._pending = (step, HostCopy(loss if norm is None else loss + norm), (loss.detach(), norm))
 
     def settle(self) -> None:
-        """Check pending numbers: before the next update, a checkpoint or the end of the run."""
+        """Check the previous step; called before the next update, before a checkpoint, and at the end of the run."""
         if self._pending is None:
             return
-        step, copy, event, seen = self._pending
-        # Dropped before the check, so that a number raises only once.
+        step, copy, numbers = self._pending
+        # Dropped before the check, so that the numbers of a step raise only one error.
         self._pending = None
-        event.synchronize()
-        if not torch.isfinite(copy):
-            raise self._error(step, seen, late=True)
+        if not torch.isfinite(copy.read()):
+            raise self._error(step, numbers, late=True)
 
-    def _error(self, step: int, seen: _Seen, *, late: bool) -> NonFiniteError:
-        loss, norm = (None if number is None else number.item() for number in seen)
+    def _error(self, step: int, numbers: _LossAndNorm, *, late: bool) -> NonFiniteError:
+        loss, norm = (None if number is None else number.item() for number in numbers)
         measured = "" if norm is None else f" and the gradient norm is {norm:.4g}"
-        happened = (
+        consequence = (
             "This was detected in the next step, after the update: go back to a checkpoint"
             if late
             else "The update was skipped: parameters and optimizer are unchanged"
@@ -229,7 +140,9 @@ class FiniteCheck:
             else "Check for a learning rate that is too high, samples with NaN or infinity, or a loss that divides by "
             "zero; clip=1.0 helps against spikes."
         )
-        message = f"step {step} (counted from 0) is not finite: the loss is {loss:.4g}{measured}. {happened}. {cause}"
+        message = (
+            f"step {step} (counted from 0) is not finite: the loss is {loss:.4g}{measured}. {consequence}. {cause}"
+        )
         return NonFiniteError(message, step=step, updated=late)
 
 
@@ -253,7 +166,7 @@ class Updater:
 
     target: Target
     scaler: LossScaler
-    clip: ClipPolicy | None
+    clip: float | None
     measures_norm: bool
     layout: ParameterLayout
     state: StepState
@@ -268,22 +181,19 @@ class Updater:
     resident: ResidentMemory
     notifier: Notifier
     scheduled: StepCounter = field(default_factory=StepCounter, init=False)
-    broken_off: str = field(default="", init=False)  # why the last update failed midway
-    rate_factor: float = field(default=1.0, init=False)  # of all learning rates, in addition to the schedule
-    skips_non_finite: bool = field(default=False, init=False)  # skips such updates instead of raising
+    interrupted_by: str = field(default="", init=False)  # the error that interrupted the last update; "" for none
+    rate_factor: float = field(default=1.0, init=False)  # factor of all learning rates, in addition to the schedule
+    skips_non_finite: bool = field(default=False, init=False)  # skip an update with NaN or infinity, without an error
     _step: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.measures_norm = self.measures_norm or isinstance(self.clip, ClipByNorm)
+        self.measures_norm = self.measures_norm or self.clip is not None
         self._has_masters = self.target.update == "master_weights"
         self._casts = self.target.update == "cast"
 
     def update(self, gradients: Gradients, contributions: Float[Tensor, " terms"], step: int) -> Updated:
-        """Make one update and clear the gradients.
-
-        Other errors of the optimizer propagate; see `refuse_broken_off`.
-        """
-        # The rates of a skipped step are reported as well.
+        """Update the parameters once and clear the gradients; after an error of the optimizer, refuse more updates."""
+        # Before the update, since the rates of a skipped step are reported as well.
         rates = tuple([group["lr"] for group in self.target.optimizer.param_groups])
         if self.rate_factor != 1.0:
             rates = tuple(rate * self.rate_factor for rate in rates)
@@ -301,10 +211,10 @@ class Updater:
             message = f"{what} {self.resident.remedy()}"
             raise DoesNotFitError(message, step=step, phase="clip") from error
         self._step = step
-        self.broken_off = _INTERRUPTED
+        self.interrupted_by = _INTERRUPTED
         try:
             with self.notifier.phase("update") if self.notifier.observers else _NOTHING:
-                with _NOTHING if self.rate_factor == 1.0 else at_rate(self.target.optimizer, self.rate_factor):
+                with _NOTHING if self.rate_factor == 1.0 else scale_rates(self.target.optimizer, self.rate_factor):
                     stepped = self._stepped(gradients)
                 if stepped:
                     for update in self.after_update:
@@ -313,7 +223,7 @@ class Updater:
                 else:
                     self.state.skip()
         except NonFiniteError:  # gradients overflowed, and nothing was updated
-            self.broken_off = ""
+            self.interrupted_by = ""
             raise
         except torch.OutOfMemoryError as error:
             message = (
@@ -321,10 +231,10 @@ class Updater:
                 "half updated. Go back to the last checkpoint (engine.load). "
                 f"{self.resident.remedy(in_update=True)}"
             )
-            self.broken_off = _first_line(error)
+            self.interrupted_by = _first_line(error)
             raise HalfUpdatedError(message, step=step, phase="update") from error
         except BaseException as error:
-            self.broken_off = _first_line(error)
+            self.interrupted_by = _first_line(error)
             error.add_note(
                 f"anybatch: the update of step {step} had started, so parameters and optimizer may be half updated. "
                 "The engine refuses further steps until engine.load."
@@ -333,7 +243,7 @@ class Updater:
         return Updated(norm, rates, skipped=not stepped)
 
     def advance_schedule(self, updated: Updated) -> None:
-        """Step the scheduler after the update is counted, so that an error leaves no partial state."""
+        """Step the scheduler. Call this after the update has been counted, so that an error leaves no partial state."""
         if self.scheduler is None or updated.skipped:
             return
         try:
@@ -348,12 +258,12 @@ class Updater:
         if warning:
             self.notifier.warn("scheduler_stepped_twice", warning)
 
-    def refuse_broken_off(self) -> None:
+    def refuse_interrupted(self) -> None:
         """Raise an `UpdateFailedError` if the last update failed midway."""
-        if self.broken_off:
+        if self.interrupted_by:
             message = (
-                f"the update of step {self._step} (counted from 0) failed midway ({self.broken_off}). Parameters and "
-                "optimizer may be half updated. Go back to the last checkpoint: call engine.load on every rank."
+                f"the update of step {self._step} (counted from 0) failed midway ({self.interrupted_by}). Parameters "
+                "and optimizer may be half updated. Go back to the last checkpoint: call engine.load on every rank."
             )
             raise UpdateFailedError(message, step=self._step)
 
@@ -365,7 +275,7 @@ class Updater:
     def undo(self) -> None:
         """Restore the state from before an unfinished step: gradients, loss scaling, buffers, generators.
 
-        Drop optimizer state that no update has used yet. After a finished step, only clear gradients.
+        Also drop optimizer state that no update has used yet. After a finished step, only clear gradients.
         """
         self._clear_gradients()
         self.scaler.forget_gradients()
@@ -384,26 +294,37 @@ class Updater:
         """Unscale, measure, check and clip; return the norm before clipping."""
         if self._has_masters:
             self.target.attach(gradients)
-        # Before the norm is measured: limits apply to the gradient without fp16's scale.
+        # Unscale before measuring the norm, because `clip` applies to gradients without fp16's loss scale.
         if self.scaler.enabled:
             self.scaler.unscale()
-        if self.hooks.may_run:
+        if self.hooks.may_have_hooks:
             self.hooks.run_hooks(gradients)
         present = [gradient for gradient in gradients if gradient is not None] if self.measures_norm else []
         norm = self.layout.norm(present) if present else None
         if not self.scaler.enabled:  # overflow is common under fp16: the scaler skips the step
             self.finite.check(contributions, norm, step)
-        if self.clip is not None:
-            clip_gradients(gradients, norm, self.clip, self.target.in_groups, self.layout)
+        if self.clip is not None and norm is not None:
+            self._clip(present, norm, self.clip)
         # After clipping, so that the gradient is rounded once.
         if self._casts:
             self.target.cast(gradients)
         return norm
 
+    @torch.no_grad()
+    def _clip(self, gradients: Sequence[torch.Tensor], norm: Float[Tensor, ""], max_norm: float) -> None:
+        """Scale all gradients down together, in place, so that their 2-norm is at most `max_norm`.
+
+        Source: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", 2013.
+        """
+        # Like torch.nn.utils.clip_grad_norm_, including 1e-6. Small gradients are multiplied by 1, so that the host
+        # need not wait for the norm.
+        values = [dense_values(self.layout.local(gradient)) for gradient in gradients]
+        change_each("mul", values, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+
     def _stepped(self, gradients: Gradients) -> bool:
         """Step optimizer and average, unless fp16 gradients overflowed; return whether they stepped."""
-        # The optimizer creates no state for parameters without a gradient, so drop the state created in advance.
-        if self.optimizer_memory.made:
+        # Drop state created in advance for parameters without a gradient, for which the optimizer creates none.
+        if self.optimizer_memory.unused:
             self.optimizer_memory.drop_unused(gradients)
         stepped = True
         with _NOTHING if self.sharding is None else self.sharding.alone():

@@ -1,4 +1,4 @@
-"""The user's modules and functions: collect them, look into them, and run them without side effects."""
+"""The user's modules and functions: collect them, inspect them, and run them without side effects."""
 
 import dataclasses
 import dis
@@ -20,9 +20,9 @@ from torch.nn.parameter import is_lazy
 
 from anybatch.core.geometry import refuse_unless
 from anybatch.core.loss import Loss
-from anybatch.core.tensors import BufferKeeper
+from anybatch.core.torch_internals import kept_buffers
 from anybatch.data.random_state import preserved_random_state, seed_generators
-from anybatch.engine.rng import UnitRandomness
+from anybatch.engine.accumulate import KeyedRandomness
 from anybatch.errors import ParameterError
 from anybatch.parallel.world import World
 
@@ -30,7 +30,7 @@ Model = nn.Module | Mapping[str, nn.Module]
 
 
 def collect_modules(model: Model, loss: Loss) -> nn.Module:
-    """Return one module that contains all trained modules: the model or models, and a loss with parameters."""
+    """Return one module that contains all modules to train: the model or models, and a loss that is a module."""
     named = dict(model) if isinstance(model, Mapping) else {"model": model}
     for name, module in named.items():
         if not isinstance(module, nn.Module):
@@ -64,41 +64,44 @@ def collect_modules(model: Model, loss: Loss) -> nn.Module:
 
 
 def captured_parameters(loss: Loss) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters that loss functions hold outside of modules, by their names there."""
+    """Return the trainable parameters that loss functions use directly, not as part of a module, by variable name."""
     return {
-        name: one
+        name: item
         for function in loss.functions.values()
-        for name, value in held_by(function).items()
-        for one in (value if isinstance(value, (list, tuple)) else [value])
-        if isinstance(one, nn.Parameter) and one.requires_grad
+        for name, value in referenced_by(function).items()
+        for item in (value if isinstance(value, (list, tuple)) else [value])
+        if isinstance(item, nn.Parameter) and item.requires_grad
     }
 
 
-def held_by(function: Any) -> dict[str, Any]:  # noqa: ANN401 (any callable)
-    """Return the objects that a function can reach directly, by name.
+def referenced_by(function: Any) -> dict[str, Any]:  # noqa: ANN401 (any callable)
+    """Return the objects that a function references, by name.
 
-    These are the variables of its closure, the globals that it uses, its defaults and bound arguments, its object
+    They are the variables of its closure, the globals that it uses, its defaults and bound arguments, its object
     ("self"), and the attributes of this object unless it is a module.
     """
-    held: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
     while isinstance(function, partial):
-        held |= {**function.keywords, **{f"argument {number}": one for number, one in enumerate(function.args)}}
+        objects |= {**function.keywords, **{f"argument {index}": value for index, value in enumerate(function.args)}}
         function = function.func
     if not inspect.isroutine(function):  # a callable object
         function = function.__call__
     owner = getattr(function, "__self__", None)
-    held["self"] = owner
+    objects["self"] = owner
     if owner is not None and not isinstance(owner, nn.Module):
-        held |= getattr(owner, "__dict__", {})
+        objects |= getattr(owner, "__dict__", {})
     function = inspect.unwrap(getattr(function, "__func__", function))
     if not inspect.isfunction(function):
-        return held
-    names = {one.argval for one in dis.get_instructions(function) if one.opname == "LOAD_GLOBAL"}
-    held |= {name: function.__globals__.get(name) for name in names}
+        return objects
+    # Not `inspect.getclosurevars`, which mistakes names of attributes for globals, and fails at an empty cell.
+    names = {
+        instruction.argval for instruction in dis.get_instructions(function) if instruction.opname == "LOAD_GLOBAL"
+    }
+    objects |= {name: function.__globals__.get(name) for name in names}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # the cell is still empty
-            held[name] = cell.cell_contents
-    return held | {name: one.default for name, one in inspect.signature(function).parameters.items()}
+            objects[name] = cell.cell_contents
+    return objects | {name: argument.default for name, argument in inspect.signature(function).parameters.items()}
 
 
 def _refuse_wrapped(name: str, model: nn.Module) -> None:
@@ -114,26 +117,25 @@ def _refuse_wrapped(name: str, model: nn.Module) -> None:
 
 
 def move_modules(modules: nn.Module, device: torch.device) -> None:
-    """Move modules to a device unless all tensors are there, since tensors on the meta device cannot be moved."""
+    """Move modules to a device, unless all their tensors are on it; `.to` would raise for meta tensors."""
     if any(tensor.device != device for tensor in (*modules.parameters(), *modules.buffers())):
         modules.to(device)
 
 
 def world_of(modules: nn.Module) -> World:
-    """Return the world from the environment; a single rank uses the model's device if it is an accelerator."""
+    """Return the world (the ranks) from the environment; a single rank uses the model's device if it is no CPU."""
     world = World.from_environment()
     device = next(modules.parameters()).device
-    # With several ranks, each uses the accelerator of its local rank, not the model's device.
+    # With several ranks, each rank uses the accelerator of its local rank, not the model's device.
     return world if world.size > 1 or device.type == "cpu" else dataclasses.replace(world, device=device)
 
 
 def _is_lazy(module: nn.Module) -> bool:
-    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return any(map(is_lazy, own))
+    return any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False))))
 
 
 def checked_path(name: str, value: str | Path) -> Path:
-    """Return an argument as a path."""
+    """Return an argument as a path; refuse other types than text and paths."""
     refuse_unless(isinstance(value, (str, os.PathLike)), name, value, "the path of a file or folder")
     return Path(value)
 
@@ -142,11 +144,11 @@ _IS_TRIAL: ContextVar[bool] = ContextVar("anybatch_is_trial", default=False)
 
 
 def in_trial_run() -> bool:
-    """Whether the model or the loss runs in addition to the regular step, so that code should not count this run.
+    """Whether the model or loss is run in addition to the regular step, so that metrics should not count the samples.
 
-    True during the check of the loss's declaration, trials of micro-batch sizes, the second pass of `ab.joint`, and
-    `ab.check`. False in the forward of each micro-batch whose gradient is used, and in evaluations; also when a step is
-    repeated after out of memory, in both tries.
+    True in the check of the loss's declaration, trials of micro-batch sizes, the second pass of `ab.joint`, and
+    `ab.check`. False in the forward of each micro-batch whose gradient is used, and in evaluations. If a step is
+    repeated after an out-of-memory error, False in both attempts.
 
     ```python
     def loss(model, batch):
@@ -164,7 +166,7 @@ def in_trial_run() -> bool:
 
 @contextmanager
 def trial_run() -> Iterator[None]:
-    """Set `in_trial_run` within the context."""
+    """Context in which `in_trial_run()` is True."""
     token = _IS_TRIAL.set(True)
     try:
         yield
@@ -176,12 +178,12 @@ def trial_run() -> Iterator[None]:
 def without_side_effects(
     modules: nn.Module, device: torch.device, *, functions: Iterable[object] = (), as_compiled: bool = False
 ) -> Iterator["SeededGenerators"]:
-    """Restore buffers and random generators on exit, also after an error. Python objects are not restored.
+    """Context that restores buffers and random generators on exit, also after an error, but no Python objects.
 
-    Parameters are expected not to change. Warnings are ignored, since the step runs the same code soon.
+    The code in it must not change parameters. Warnings are ignored, since the step soon runs the same code. Unless
+    `as_compiled`, compiled code runs uncompiled. `functions` may use modules that are not in `modules`.
     """
-    buffers = BufferKeeper(nn.ModuleList([modules, *modules_of(functions)]))
-    buffers.keep()
+    buffers = kept_buffers(nn.ModuleList([modules, *modules_of(functions)]))
     generators = SeededGenerators(device)
     with ExitStack() as stack:
         stack.enter_context(trial_run())
@@ -196,22 +198,22 @@ def without_side_effects(
 
 
 def modules_of(functions: Iterable[object]) -> list[nn.Module]:
-    """Return the modules that functions refer to: a teacher in a closure, a global variable, or an attribute."""
-    held = [value for function in functions for value in held_by(function).values()]
-    return list(dict.fromkeys(value for value in held if isinstance(value, nn.Module)))
+    """Return the modules that functions reference, such as a teacher in a closure, a global or an attribute."""
+    objects = [value for function in functions for value in referenced_by(function).values()]
+    return list(dict.fromkeys(value for value in objects if isinstance(value, nn.Module)))
 
 
 class SeededGenerators:
-    """All generators that a model or a loss may use: can be seeded, and are restored on exit."""
+    """Context that can seed all random generators that a model or a loss may use, and restores them on exit."""
 
     def __init__(self, device: torch.device) -> None:
-        self._torch = UnitRandomness(device)
+        self._torch = KeyedRandomness(device)
         self._stack = ExitStack()
 
     def seed(self, seed: int) -> None:
         """Seed all generators."""
         seed_generators(seed)
-        self._torch.whole(seed)  # on the device, too
+        self._torch.seed_effective_batch(seed)  # on the device, too
 
     def __enter__(self) -> Self:
         self._stack.enter_context(preserved_random_state())

@@ -1,1 +1,1 @@
-"""Where the records of a run go: a log with a schema, a console, TensorBoard, pictures."""
+"""Observers that write the records of a run: a log with a schema, a console, TensorBoard, pictures."""

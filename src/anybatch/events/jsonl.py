@@ -1,8 +1,8 @@
 """A run's records as a file: one JSON object per line (https://jsonlines.org), with the schema in `schema.json`.
 
-A log is appended to and never rewritten. A killed run leaves every line up to the last flush and at most one unfinished
-line, which the next run removes. JSON lacks NaN and infinities, so they are the strings "NaN", "Infinity" and
-"-Infinity"; a number that its device could not return is null.
+Lines are appended and never rewritten. The log of a killed run has every line up to the last flush and at most one
+unfinished line, which the next run removes. JSON has no NaN and infinities, so they are the strings "NaN", "Infinity"
+and "-Infinity"; a number that could not be read from its device is null.
 """
 
 import contextlib
@@ -23,22 +23,26 @@ import torch
 from anybatch.core.geometry import checked_int, refuse_unless
 from anybatch.core.records import (
     EndRecord,
+    EvaluateRecord,
     GradientNoiseRecord,
     MemoryRecord,
     MicroBatchRecord,
     PhaseRecord,
     Record,
     ReductionRecord,
+    Scalar,
+    StartRecord,
     StepRecord,
 )
 from anybatch.errors import UserError
-from anybatch.events.log_lines import SCHEMA_VERSION, JsonLine, decoded_line, decoded_object
+from anybatch.events.log_lines import SCHEMA_VERSION, JsonLine, decoded_object, read_jsonl
 from anybatch.events.observer import ClosingObserver
 
-__all__ = ["JsonLine", "JsonlLines", "JsonlLog", "line_of", "read_jsonl"]
+__all__ = ["JsonLine", "JsonlLog", "line_of", "read_jsonl", "record"]
 
 _LINE_START = b'{"version":'
-_BLOCK_BYTES = 1 << 16
+_TAIL_BYTES = 4 << 20
+"""Bytes read from the end of a log, more than its last two lines have."""
 
 
 class JsonlLog(ClosingObserver):
@@ -48,15 +52,15 @@ class JsonlLog(ClosingObserver):
     Numbers are read from their devices only then, so a run with a log waits for its device once per step, or once in N
     steps with `num_steps_per_flush=N`. At the end of a run the file is synced to the disk (fsync).
 
-    Each rank needs its own path. If writing fails (a full disk), the caller gets the error, the affected lines are
-    lost, which leaves a gap in `sequence`, and the file stays valid.
+    Each rank needs a separate path. If writing fails (a full disk), the caller gets the error, and the unwritten lines
+    are lost. The file stays valid, with a gap in `sequence`.
 
     Args:
         path: the file; its directory is created. An existing log is continued: an unfinished last line is removed, and
             `sequence` continues.
-        clock: monotonic time in seconds, for the time of every record. Ranks of one machine with the default clock are
-            comparable.
-        num_steps_per_flush: steps whose lines are written together.
+        clock: function that returns a monotonic time in seconds, for the time of every record. With the default clock,
+            times of ranks on the same machine are comparable.
+        num_steps_per_flush: number of steps whose lines are written together.
 
     Raises:
         UserError: `path` is a directory, or a file that is not a log.
@@ -87,7 +91,7 @@ class JsonlLog(ClosingObserver):
             raise
 
     def observe(self, record: Record, /) -> None:
-        """Add the sequence and time to a record, and write it now or with the next flush."""
+        """Add the sequence number and time to a record, and write it now or with the next flush."""
         with self._lock:
             self._pending.append(_line(record, self._sequence, self._clock()))
             self._sequence += 1
@@ -111,14 +115,14 @@ class JsonlLog(ClosingObserver):
         if isinstance(record, StepRecord):
             self._num_steps_pending += 1
             return self._num_steps_pending >= self._num_steps_per_flush
-        waits = MicroBatchRecord | ReductionRecord | PhaseRecord | MemoryRecord | GradientNoiseRecord
-        return not isinstance(record, waits)
+        buffered = MicroBatchRecord | ReductionRecord | PhaseRecord | MemoryRecord | GradientNoiseRecord
+        return not isinstance(record, buffered)
 
     def _write_pending(self) -> None:
         lines, self._pending, self._num_steps_pending = self._pending, [], 0
         # Encoding reads the tensors, so a run with a log waits for its device here.
         unwritten = memoryview(b"".join(map(_encoded, lines)))
-        with _errors_name(self._path):
+        with _errors_with_path(self._path):
             end = self._file.seek(0, os.SEEK_END)
             try:
                 while unwritten:  # an unbuffered write may be partial
@@ -130,63 +134,64 @@ class JsonlLog(ClosingObserver):
 
     def _sync(self) -> None:
         try:
-            with _errors_name(self._path):
+            with _errors_with_path(self._path):
                 os.fsync(self._file.fileno())
         except OSError as error:
             if error.errno != errno.EINVAL:  # there is no disk, as with /dev/null
                 raise
 
 
-class JsonlLines:
-    """The lines of a log as dicts, read again in every pass; `num_skipped` counts the unreadable ones of the last pass.
+class RunRecorder:
+    """Logs the steps of a training loop, see `record`."""
 
-    Returned by `read_jsonl`.
+    def __init__(self, log: JsonlLog, first_step: int) -> None:
+        self._log, self.num_steps = log, first_step
+
+    def step(self, loss: Scalar, *, num_samples: int = 0, **metrics: Scalar) -> None:
+        """Log a step with its loss and metrics; `learning_rate` and `gradient_norm` are drawn as for the engine."""
+        norm, rate = metrics.pop("gradient_norm", None), metrics.pop("learning_rate", None)
+        both = {"rank": 0, "num_samples": num_samples}
+        unused = {"epoch": 0, "sample_offset": 0, "num_micro_batches": 1, "losses": {}, "counts": {}, "clipped": None}
+        rates = () if rate is None else (rate,)
+        values = {"loss": loss, "gradient_norm": norm, "learning_rates": rates, "skipped": False}
+        self._log.observe(StepRecord(step=self.num_steps, **both, **unused, **values))  # type: ignore[arg-type]
+        self.num_steps += 1
+        if metrics:
+            self._log.observe(EvaluateRecord(step=self.num_steps, metrics=metrics, **both))
+
+
+@contextlib.contextmanager
+def record(path: str | os.PathLike[str], /, *, first_step: int = 0, **settings: object) -> Iterator[RunRecorder]:
+    """Log a training loop that does not use the engine, for `anybatch watch`; call it on one rank.
+
+    `path` is the folder of the run, or a file `*.jsonl`. `first_step` is the number of steps before a resume.
     """
-
-    __slots__ = ("_path", "num_skipped")
-
-    def __init__(self, path: Path) -> None:
-        """Store the path; each pass opens the file."""
-        self._path = path
-        self.num_skipped = 0
-
-    def __iter__(self) -> Iterator[JsonLine]:
-        """Yield the lines, without an unfinished last line."""
-        self.num_skipped = 0
-        with self._path.open("rb") as file:
-            for text in file:
-                # A run may be writing this line; the next pass finds it complete.
-                if not text.endswith(b"\n"):
-                    return
-                line = decoded_line(text)
-                if line is None:
-                    self.num_skipped += 1
-                else:
-                    yield line
-
-
-def read_jsonl(path: str | os.PathLike[str]) -> JsonlLines:
-    """Return an iterable over the lines of a log; `num_skipped` counts the unreadable ones.
-
-    NaN and infinite numbers are strings that `float` reads. Ignore unknown kinds and unknown fields.
-
-    Args:
-        path: the file of a `JsonlLog`, finished or still being written.
-
-    Raises:
-        OSError: the file cannot be opened; raised by the iteration.
-    """
-    return JsonlLines(Path(path))
+    unknown = dict.fromkeys(("geometry", "strategy", "precision", "device", "dtype"), "not recorded")
+    sizes = {"rank": 0, "world_size": 1, "num_parameters": 0, "gradient_bytes": 0, "first_step": first_step}
+    none = dict.fromkeys(("effective_batch_size", "micro_batch_size", "seed"))
+    decisions = {name: str(value) for name, value in settings.items()}
+    with JsonlLog(path if Path(path).suffix == ".jsonl" else Path(path) / "events.jsonl") as log:
+        log.observe(StartRecord(**sizes, **unknown, **none, versions={}, decisions=decisions))  # type: ignore[arg-type]
+        run, message, status = RunRecorder(log, first_step), None, "completed"
+        try:
+            yield run
+        except BaseException as error:
+            status = "failed" if isinstance(error, Exception) else "stopped"
+            message = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            end = {"status": status, "num_steps": run.num_steps, "message": message, "digest": None}
+            log.observe(EndRecord(rank=0, **end))  # type: ignore[arg-type]
 
 
 def line_of(record: Record, *, sequence: int, time_seconds: float) -> JsonLine:
-    """Return the line of a record as in a log; waits for the devices of its numbers."""
+    """Return a record as a line of a log; reading its numbers waits for their devices."""
     line: JsonLine = json.loads(_encoded(_line(record, sequence, time_seconds)))
     return line
 
 
 def _line(record: Record, sequence: int, time_seconds: float) -> JsonLine:
-    """Return the line of a record, without reading numbers from their device."""
+    """Return the line of a record, without reading tensors from their device."""
     body = {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
     head = {"version": SCHEMA_VERSION, "sequence": sequence, "time_seconds": round(time_seconds, 6)}
     return {**head, "kind": record.kind, **body}
@@ -194,16 +199,16 @@ def _line(record: Record, sequence: int, time_seconds: float) -> JsonLine:
 
 def _open(path: Path) -> BinaryIO:
     if path.is_dir():
-        message = f"the log's path {path} is a directory. Name a file in it, such as {path / 'events.jsonl'}."
+        message = f"the log's path {path} is a directory. Pass a file in it, such as {path / 'events.jsonl'}."
         raise UserError(message, code="is_a_folder")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # unbuffered: forked loader workers must not inherit buffered lines and write them again
+    # Unbuffered, because forked loader workers would inherit buffered lines and write them again.
     return path.open("a+b", buffering=0)
 
 
 @contextlib.contextmanager
-def _errors_name(path: Path) -> Iterator[None]:
-    """Add the path to errors of an open file."""
+def _errors_with_path(path: Path) -> Iterator[None]:
+    """Add the path to each `OSError` raised within the context."""
     try:
         yield
     except OSError as error:
@@ -216,18 +221,13 @@ def _resume(file: BinaryIO, path: Path) -> int:
     end = file.seek(0, os.SEEK_END)
     file.seek(0)
     head = file.read(len(_LINE_START)) if end else b""
-    # An empty file, and one killed within its first line, also count as logs.
+    # An empty file, or a part of the first line (of a killed run), is also a log.
     if not _LINE_START.startswith(head):
-        message = f"{path} exists and is not a log of anybatch. Move it away, or choose another path."
+        message = f"{path} exists, but is not a log of anybatch. Move it away, or choose another path."
         raise UserError(message, code="not_a_log")
-    tail, start = b"", end
-    # A log may have many gigabytes; the last full line is found by reading blocks from the end.
-    while start and tail.count(b"\n") < 2:  # noqa: PLR2004 (one ends the last full line, one the line before it)
-        size = min(start, _BLOCK_BYTES)
-        start -= size
-        file.seek(start)
-        tail = file.read(size) + tail
-    full, _, unfinished = tail.rpartition(b"\n")
+    # Only the end is read, because a log may have many gigabytes.
+    file.seek(max(0, end - _TAIL_BYTES))
+    full, _, unfinished = file.read().rpartition(b"\n")
     if unfinished:
         file.truncate(end - len(unfinished))
     if not full:
@@ -240,7 +240,7 @@ def _resume(file: BinaryIO, path: Path) -> int:
 
 
 def _plain(value: object) -> object:
-    """Return `value` as JSON data; a tensor stays, detached, until it is written."""
+    """Return `value` as JSON data, except that a tensor remains a (detached) tensor until the line is written."""
     # bool comes before numbers, because JSON has a separate literal for it.
     if value is None or isinstance(value, str | bool | int):
         return value

@@ -1,7 +1,6 @@
-"""The lines of a log as bytes, also while a run writes them. Does not import torch, which takes seconds.
+"""Reads the lines of a log, without importing torch, which takes seconds.
 
-The writer may have been killed, may still be writing, or may be malicious: every line is validated, and an unfinished
-one waits.
+Every line is validated, because the writer may have been killed, may still be writing, or may be malicious.
 """
 
 import itertools
@@ -14,98 +13,76 @@ from pathlib import Path
 from typing import Any, Final
 
 SCHEMA_VERSION = 1
-MOST_LINE_BYTES = 1 << 20
-"""`LogTail` skips longer lines, so that a reader need not hold them in memory; no record is this long."""
 
 JsonLine = dict[str, Any]
-_HEAD_BYTES = 1 << 12
+
+
+_DECODER: Final = json.JSONDecoder(parse_constant=lambda _: None)
+"""Reads the literals NaN and Infinity as null; they are not valid JSON, and `JsonlLog` writes strings instead."""
 
 
 def decoded_line(text: bytes) -> JsonLine | None:
-    """Return a line of a known version, else None."""
+    """Return a line as a dict, None if it is not JSON or of another schema version."""
     line = decoded_object(text)
     return line if line is not None and line.get("version") == SCHEMA_VERSION else None
 
 
 def decoded_object(text: bytes) -> JsonLine | None:
-    """Return the JSON object in a text, else None."""
+    """Return the JSON object in a text, None if there is none."""
     try:
-        value = json.loads(text)
+        value = _DECODER.decode(text.decode())
     except (ValueError, RecursionError):  # not JSON, not text, or malicious
         return None
     return value if isinstance(value, dict) else None
 
 
-class LogTail:
-    """New lines of a log, each once. A missing file, or a path that is not a file, has none.
+class JsonlLines:
+    """The lines of a log as dicts, read from the file in each iteration; see `read_jsonl`.
 
-    A log only grows, so only new bytes are read. If another file replaces it (shorter, or with another beginning), it
-    is read from the start, and `generation` increases.
-
-    `offset` is the number of bytes read, up to the end of a line; `written_seconds` is the last modification, in
-    seconds since 1970; `num_too_long` counts skipped lines.
+    `num_skipped` is the number of unreadable lines in the last iteration.
     """
 
     def __init__(self, path: Path) -> None:
-        """Store the path without opening it."""
-        self.path = path
-        self.offset = self.size = self.generation = self.num_too_long = 0
-        self.written_seconds = 0.0
-        self._head = b""
-        self._inside_too_long = False
+        """Store the path; each iteration opens the file."""
+        self._path = path
+        self.num_skipped = 0
 
-    @property
-    def has_unread_bytes(self) -> bool:
-        """Whether the file had unread bytes at the last read."""
-        return self.offset < self.size
-
-    def read(self, most_bytes: int) -> list[bytes]:
-        """Return new complete lines without their ends, from at most `most_bytes` (at least `MOST_LINE_BYTES`)."""
-        assert most_bytes >= MOST_LINE_BYTES, "a line that is allowed has to fit"
-        if not self.path.is_file():  # opening a pipe would block
-            return []
-        with self.path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            self.size, self.written_seconds = status.st_size, status.st_mtime
-            head = file.read(_HEAD_BYTES)
-            self._begin_again_if_replaced(head)
-            file.seek(self.offset)
-            lines = self._whole_lines(file.read(most_bytes))
-        # An unfinished last line may be removed by a resumed run, so it is not counted as read.
-        self._head = head[: self.offset]
-        return lines
-
-    def _begin_again_if_replaced(self, head: bytes) -> None:
-        if self.size < self.offset or not head.startswith(self._head):
-            self.offset = self.num_too_long = 0
-            self._inside_too_long = False
-            self.generation += 1
-
-    def _whole_lines(self, block: bytes) -> list[bytes]:
-        end = block.rfind(b"\n") + 1
-        if not end:
-            if self._inside_too_long or len(block) > MOST_LINE_BYTES:
-                self.num_too_long += not self._inside_too_long
-                self._inside_too_long = True
-                self.offset += len(block)
-            return []
-        self.offset += end
-        lines = block[: end - 1].split(b"\n")
-        if self._inside_too_long:
-            self._inside_too_long = False
-            del lines[0]
-        allowed = [line for line in lines if len(line) <= MOST_LINE_BYTES]
-        self.num_too_long += len(lines) - len(allowed)
-        return allowed
+    def __iter__(self) -> Iterator[JsonLine]:
+        """Yield the lines, except an unfinished last line."""
+        self.num_skipped = 0
+        with self._path.open("rb") as file:
+            for text in file:
+                # A run may be writing this line; the next iteration reads it if it is complete.
+                if not text.endswith(b"\n"):
+                    return
+                line = decoded_line(text)
+                if line is None:
+                    self.num_skipped += 1
+                else:
+                    yield line
 
 
-_BEFORE_A_STEP: Final = ("start", "out_of_memory")
-_MOST_OPEN: Final = 4096
+def read_jsonl(path: str | os.PathLike[str]) -> JsonlLines:
+    """Return an iterable over the lines of a log; its `num_skipped` is the number of unreadable lines.
+
+    NaN and infinite numbers are strings; convert them with `float`. Ignore kinds and fields that you do not know.
+
+    Args:
+        path: the file of a `JsonlLog`, finished or still being written.
+
+    Raises:
+        OSError: the file cannot be opened; raised by the iteration.
+    """
+    return JsonlLines(Path(path))
+
+
+_RESETTING_KINDS: Final = ("start", "out_of_memory")
+_MAX_OPEN_SPANS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval of a rank: a phase, micro-batch or reduction, in seconds on the clock of the log."""
+    """The interval of a phase, micro-batch or reduction on a rank, in seconds of the log's clock."""
 
     kind: str
     name: str
@@ -116,30 +93,30 @@ class Span:
 
 
 def spans_of(lines: Iterable[JsonLine]) -> Iterator[Span]:
-    """Yield the spans of one rank's lines, each at its end; a begin without an end is dropped.
+    """Yield the spans in the lines of a rank, in the order of their ends; a begin without an end is dropped.
 
     Lines with missing or wrong fields are skipped, because a log is untrusted data.
     """
     begun: dict[tuple[str, object, object], float] = {}
     for line in lines:
         kind, now, step = line.get("kind"), line.get("time_seconds"), line.get("step")
-        if kind in _BEFORE_A_STEP:
-            begun.clear()  # undone by a resume, or of a process with another clock
+        if kind in _RESETTING_KINDS:
+            begun.clear()  # their step was undone, or their process had another clock
         named = _named(line)
         if named is None or type(step) is not int or not isinstance(now, int | float):
             continue
         name, key, details = named
-        if line.get("event") == "begin" and len(begun) < _MOST_OPEN:
+        if line.get("event") == "begin" and len(begun) < _MAX_OPEN_SPANS:
             begun[str(kind), name, key] = float(now)
         elif line.get("event") == "end" and (begin := begun.pop((str(kind), name, key), None)) is not None:
             yield Span(str(kind), name, step, begin, max(begin, float(now)), details)
 
 
 def clock_shifts(ends: Sequence[Mapping[int, float]]) -> list[float]:
-    """Return an offset for the clock of each rank that aligns ranks of several machines.
+    """Return the seconds to add to the clock of each rank, to align ranks of several machines.
 
-    Clocks share their zero on one machine only. A step ends at about the same time on all ranks, because they wait for
-    each other. A rank whose ends differ by more than a step is shifted by the median difference to the first rank.
+    Only clocks of the same machine have a common zero. A step ends at about the same time on all ranks. So a rank whose
+    steps end more than the longest step earlier or later than on the first rank is shifted by the median difference.
     """
     shifts = [0.0]
     for other in ends[1:]:
@@ -152,22 +129,21 @@ def clock_shifts(ends: Sequence[Mapping[int, float]]) -> list[float]:
     return shifts[: len(ends)]
 
 
+_SPAN_FIELDS: Final[Mapping[str, tuple[str, str, tuple[str, ...]]]] = {
+    "phase": ("name", "position", ("position",)),
+    "micro_batch": ("unit_number", "position", ("unit_number", "position", "num_samples", "weight")),
+    "reduction": ("collective", "bucket", ("bucket", "payload", "num_bytes", "dtype")),
+}
+"""Kind -> the field with the name, the field that distinguishes lines of the same name, and the fields of details."""
+
+
 def _named(line: JsonLine) -> tuple[str, object, dict[str, object]] | None:
-    """Return the name of a begin or end line, a key that distinguishes lines of the same name, and its details."""
+    """Return the name, key and details of a begin or end line."""
     kind = line.get("kind")
-    keys = {
-        "phase": ("name", "position"),
-        "micro_batch": ("unit_number", "position"),
-        "reduction": ("collective", "bucket"),
-    }
-    if kind not in keys:
+    if not isinstance(kind, str) or kind not in _SPAN_FIELDS:
         return None
-    name, key = (line.get(field) for field in keys[kind])
+    name_field, key_field, details = _SPAN_FIELDS[kind]
+    name, key = line.get(name_field), line.get(key_field)
     if not isinstance(name, str | int) or not (key is None or isinstance(key, str | int)):
         return None
-    details = {
-        "phase": ("position",),
-        "micro_batch": ("unit_number", "position", "num_samples", "weight"),
-        "reduction": ("bucket", "payload", "num_bytes", "dtype"),
-    }[kind]
     return (f"unit {name}" if kind == "micro_batch" else str(name)), key, {field: line.get(field) for field in details}

@@ -11,10 +11,10 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def import_drawing(module: str, paths: Iterable[Path]) -> Any:  # noqa: ANN401 (a module)
-    """Import a module that uses matplotlib, an optional dependency; raise if it cannot write one of the paths."""
+    """Import a module that uses matplotlib, an optional dependency; raise if a path has an unknown ending."""
     for path in paths:
         if path.suffix.lower() not in FORMATS:
-            message = f"{path} ends in {path.suffix!r}; a picture ends in {', '.join(FORMATS)}."
+            message = f"{path} ends in {path.suffix!r}, but a picture must end in {', '.join(FORMATS)}."
             raise UserError(message, code="picture_format")
     try:
         return importlib.import_module(module)

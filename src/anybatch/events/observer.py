@@ -1,10 +1,9 @@
-"""Shared by observers: a `with`, numbers read from their device, records as sentences, and the speed of a run."""
+"""Shared by observers: closing in a `with`, reading numbers from devices, records as sentences, and a run's speed."""
 
 import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, Self
 
@@ -33,19 +32,19 @@ class ClosingObserver(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Write the rest, and release what is held. Closing twice is allowed."""
+        """Write the remaining data, and release files and the terminal. Closing twice is allowed."""
 
     def __enter__(self) -> Self:
         """Return the observer itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the observer."""
         self.close()
 
 
 def read_number(value: Scalar | Flag) -> float | None:
-    """Return a number, waiting for its device; None if the device failed (the error is reported elsewhere)."""
+    """Return a tensor or number as a float, waiting for its device; None if the device failed (reported elsewhere)."""
     with contextlib.suppress(RuntimeError):
         return float(value.item() if isinstance(value, torch.Tensor) else value)
     return None
@@ -56,11 +55,11 @@ Sentence = tuple[str, Level]
 _DIAGNOSES: Mapping[str, tuple[str, Level]] = MappingProxyType(
     {"info": ("note", "plain"), "warning": ("warning", "warning"), "error": ("error", "error")}
 )
-_NUM_NAMED_STEPS = 5
+_MAX_LISTED_STEPS = 5
 
 
 def step_of(num_steps: int, total_steps: int | None) -> str:
-    """Return `step 1,234 of 5,000`, or `step 1,234` without a total, with a constant width."""
+    """Return `step 1,234 of 5,000`, or `step 1,234` without a total, padded to a constant width."""
     if total_steps is None:
         return f"step {num_steps:>7,}"
     total = f"{total_steps:,}"
@@ -68,7 +67,7 @@ def step_of(num_steps: int, total_steps: int | None) -> str:
 
 
 def lines_of_start(record: StartRecord) -> Iterator[str]:
-    """Yield the facts and the decisions of a run, line by line."""
+    """Yield lines about the start of a run: its sizes, device, versions, and the engine's automatic choices."""
     yield record.geometry
     software = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     yield (
@@ -84,7 +83,7 @@ def lines_of_start(record: StartRecord) -> Iterator[str]:
 
 
 def message_of(record: Record, total_steps: int | None, *, seconds: float | None = None) -> Sentence:
-    """Return a record as a sentence with its level; `seconds` is the duration of the session, for its end."""
+    """Return a record as a sentence, with its level; `seconds` is the duration of the session, for an `EndRecord`."""
     match record:
         case EvaluateRecord():
             samples = f"{record.num_samples:,} sample{'s' * (record.num_samples != 1)}"
@@ -107,12 +106,12 @@ def message_of(record: Record, total_steps: int | None, *, seconds: float | None
 
 
 def skipped_line(numbers: Sequence[int], total_steps: int | None) -> str:
-    """Return the sentence about steps with a skipped update."""
+    """Return the warning about steps whose update was skipped."""
     start = f"{step_of(numbers[-1], total_steps)}   warning: update skipped, because the gradient was not finite"
     if len(numbers) == 1:
         return start
-    named = ", ".join(f"{number:,}" for number in numbers[:_NUM_NAMED_STEPS])
-    more = f" and {len(numbers) - _NUM_NAMED_STEPS:,} more" * (len(numbers) > _NUM_NAMED_STEPS)
+    named = ", ".join(f"{number:,}" for number in numbers[:_MAX_LISTED_STEPS])
+    more = f" and {len(numbers) - _MAX_LISTED_STEPS:,} more" * (len(numbers) > _MAX_LISTED_STEPS)
     return f"{start}, in {len(numbers):,} steps: {named}{more}"
 
 
@@ -140,7 +139,7 @@ def _about_out_of_memory(record: OutOfMemoryRecord, total_steps: int | None) -> 
     before, after = record.micro_batch_size_before, record.micro_batch_size_after
     phase = "on another rank" if record.phase is None else f"in {record.phase.replace('_', ' and ')}"
     if after is None:
-        text = f"error: out of memory {phase} at {before:,} samples per micro-batch, and no smaller size can help"
+        text = f"error: out of memory {phase} at {before:,} samples per micro-batch, which cannot be made smaller"
         return f"{where}   {text}", "error"
     text = f"warning: out of memory {phase}: micro-batch {before:,} -> {after:,} samples, repeating the step"
     return f"{where}   {text}", "warning"
@@ -149,95 +148,79 @@ def _about_out_of_memory(record: OutOfMemoryRecord, total_steps: int | None) -> 
 def _about_end(record: EndRecord, seconds: float | None) -> Sentence:
     steps = f"{record.num_steps:,} step{'s' * (record.num_steps != 1)}"
     took = "" if seconds is None else f" after {duration(seconds)}"
+    if record.status != "failed":
+        return f"{record.status}{took}, {steps} made", "result"
     # Only the first line, because this is one sentence.
     reason = "" if record.message is None else f": {record.message.strip().partition(chr(10))[0]}"
-    level: Level = "error" if record.status == "failed" else "result"
-    return f"{record.status}{took}, {steps} made{reason}", level
+    return f"failed{took}, {steps} made{reason}", "error"
 
 
 def _in_one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-WINDOW_SECONDS = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class _StepEnd:
-    """The end of a step on two clocks, with the progress so far."""
-
-    seconds: float
-    stepping_seconds: float
-    num_steps: int
-    num_samples: int
+_WINDOW_SECONDS = 10.0
 
 
 class Throughput:
-    """The speed of a session, from the ends of its steps.
+    """The speed of a session (a run since its start or last resume), from the times at which its steps end.
 
-    Samples per second are over the last seconds, or the last step if it took longer, without evaluations and
-    checkpoints. The remaining time includes them, by the mean of the session. The first step is ignored once there is a
-    second, because it allocates and compiles.
+    Samples per second are the mean of the last 10 seconds, or of the last step if it took longer, without evaluations
+    and checkpoints. The remaining time includes these, since it is based on the session's mean time per step. The first
+    step is ignored as soon as there is a second one, because it allocates and compiles.
     """
 
-    def __init__(self, *, window_seconds: float = WINDOW_SECONDS) -> None:
-        self._window_seconds = window_seconds
-        self._aside_seconds = 0.0
-        self._begun: _StepEnd | None = None
-        self._first: _StepEnd | None = None
-        self._last: _StepEnd | None = None
-        self._moved_seconds: float | None = None
-        self._recent: deque[_StepEnd] = deque()
+    def __init__(self) -> None:
+        self._begun: float | None = None
+        self._last_seconds = 0.0
+        self._other_seconds = 0.0
+        self._num_steps = self._num_samples = 0
+        self._step_ends: list[float] = []  # of the first and the last step
+        self._recent: deque[tuple[float, int]] = deque()  # ends of steps without other work, samples
 
-    def begin(self, seconds: float) -> None:
-        """Set the time at which the first step begins."""
-        self._moved_seconds = seconds
-        self._begun = self._first = self._last = self._end_at(seconds, 0, 0)
-        self._recent.append(self._last)
+    def begin(self, now: float) -> None:
+        """Record the time at which the first step begins."""
+        self._begun = self._last_seconds = now
+        self._recent.append((now, 0))
 
-    def step(self, seconds: float, num_samples: int) -> None:
-        """Add the end of a step, and its samples over all ranks."""
-        if self._last is None:
-            self.begin(seconds)
-        assert self._last is not None
-        before, self._moved_seconds = self._last, seconds
-        self._last = self._end_at(seconds, before.num_steps + 1, before.num_samples + num_samples)
-        self._recent.append(self._last)
-        # The first step compiles, allocates optimizer state and warms caches, so it is not typical.
-        if self._last.num_steps == 2:  # noqa: PLR2004 (the second step: from now on there is a pace without the first)
-            self._first = before
+    def step(self, now: float, num_samples: int) -> None:
+        """Record the end of a step, and its samples over all ranks."""
+        if self._begun is None:
+            self.begin(now)
+        self._last_seconds = now
+        self._num_steps += 1
+        self._num_samples += num_samples
+        self._step_ends[1:] = [now]
+        self._recent.append((now - self._other_seconds, self._num_samples))
+        if self._num_steps == 2:  # noqa: PLR2004 (from the second step on, the first one is ignored)
             self._recent.popleft()
-        # One step older than the window is kept, so that the span covers the window.
-        oldest_wanted = self._last.stepping_seconds - self._window_seconds
-        while len(self._recent) > 2 and self._recent[1].stepping_seconds <= oldest_wanted:  # noqa: PLR2004 (one step)
+        # One step that is older than the window is kept, so that the steps cover the whole window.
+        while len(self._recent) > 2 and self._recent[1][0] <= self._recent[-1][0] - _WINDOW_SECONDS:  # noqa: PLR2004
             self._recent.popleft()
 
-    def aside(self, seconds: float) -> None:
-        """Add the end of an evaluation or checkpoint."""
-        if self._moved_seconds is not None:
-            self._aside_seconds += seconds - self._moved_seconds
-            self._moved_seconds = seconds
+    def other_work(self, now: float) -> None:
+        """Record the end of an evaluation or checkpoint."""
+        if self._begun is not None:
+            self._other_seconds += now - self._last_seconds
+            self._last_seconds = now
 
     @property
     def samples_per_second(self) -> float | None:
         """Samples per second during steps; None if unknown."""
-        if len(self._recent) < 2:  # noqa: PLR2004 (a span has two ends)
+        if not self._recent:
             return None
-        oldest, newest = self._recent[0], self._recent[-1]
-        seconds = newest.stepping_seconds - oldest.stepping_seconds
-        return (newest.num_samples - oldest.num_samples) / seconds if seconds > 0 else None
+        (first, samples_before), (last, samples) = self._recent[0], self._recent[-1]
+        return (samples - samples_before) / (last - first) if last > first else None
 
-    def seconds_since_begin(self, seconds: float) -> float | None:
+    def seconds_since_begin(self, now: float) -> float | None:
         """Return the duration of this session so far."""
-        return None if self._begun is None else seconds - self._begun.seconds
+        return None if self._begun is None else now - self._begun
 
-    def seconds_left(self, seconds: float, num_steps_left: int) -> float | None:
+    def seconds_left(self, now: float, num_steps_left: int) -> float | None:
         """Return the remaining time for `num_steps_left` steps, from now; None if unknown."""
-        if self._first is None or self._last is None or self._last.num_steps == self._first.num_steps:
+        if self._begun is None or not self._num_steps:
             return None
-        # Wall time, because evaluations and checkpoints are still to come.
-        per_step = (self._last.seconds - self._first.seconds) / (self._last.num_steps - self._first.num_steps)
-        return max(0.0, per_step * num_steps_left - (seconds - self._last.seconds))
-
-    def _end_at(self, seconds: float, num_steps: int, num_samples: int) -> _StepEnd:
-        return _StepEnd(seconds, seconds - self._aside_seconds, num_steps, num_samples)
+        first, last = (self._begun, self._step_ends[0]) if self._num_steps == 1 else self._step_ends
+        # Including other work, because evaluations and checkpoints will continue.
+        per_step = (last - first) / max(1, self._num_steps - 1)
+        return max(0.0, per_step * num_steps_left - (now - last))

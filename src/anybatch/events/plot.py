@@ -1,182 +1,123 @@
 """A log as a picture: loss, evaluations and learning rate by step, with marks for events."""
 
-import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from jaxtyping import Float
-
 from anybatch.errors import UserError
-from anybatch.events.jsonl import JsonLine, read_jsonl
+from anybatch.events.log_lines import JsonLine, read_jsonl
 from anybatch.events.matplotlib_files import import_drawing
 
-_REACH = 4
-"""Standard deviations after which the Gaussian is practically zero."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogSession:
-    """A part of a run between two starts."""
-
-    first_step: int
-    geometry: str
-    circumstances: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Curves:
-    """The curves of a run. Steps are numbered by the steps made, from 1.
+    """The curves of a run, by step, counted from 1.
 
-    `losses` has the loss of each step over its effective batch; NaN if it was not a number. `learning_rates` has one
-    tensor per parameter group; identical groups appear once. `metrics` maps a metric to its values, by the number of
-    steps before each evaluation; metrics among `loss_names` are losses too. Without its beginning, a log has no
-    sessions.
+    `losses` are over the effective batch, NaN if they could not be read, and `rates` are the learning rates of all
+    parameter groups. `metrics` has the values of each evaluated metric; a metric in `loss_names` is also a loss.
+    `geometries` are texts about how each session (the run until a resume) split its batches.
     """
 
-    sessions: Sequence[LogSession]
-    steps: Sequence[int]
-    losses: Float[torch.Tensor, " step"]
-    learning_rates: Sequence[Float[torch.Tensor, " step"]]
-    metrics: Mapping[str, Mapping[int, float]]
-    loss_names: frozenset[str]
-    skipped: Sequence[int]
-    resumed: Sequence[int]
-    out_of_memory: Sequence[int]
-
-
-def read_curves(path: str | os.PathLike[str]) -> Curves:
-    """Read the curves of a run from its log."""
-    notes = _CurveCollector()
-    take: Mapping[str, Callable[[JsonLine], None]] = {
-        "start": notes.start,
-        "step": notes.step,
-        "evaluate": notes.evaluate,
-        "out_of_memory": notes.out_of_memory,
-    }
-    for line in read_jsonl(path):
-        if line.get("kind") in take:
-            take[line["kind"]](line)
-    return notes.curves()
-
-
-def smoothed(values: Float[torch.Tensor, " step"], num_steps: float) -> Float[torch.Tensor, " step"]:
-    """Return Gaussian-weighted means of neighbouring values (deviation in steps); non-finite values have weight zero.
-
-    `smooth[i] = sum_j w(i - j) v[j] / sum_j w(i - j)` over the finite `v[j]`, with `w(d) = exp(-d^2 / 2 s^2)`. Unlike a
-    running mean, the symmetric window does not shift the curve to the right.
-    """
-    reach = max(1, math.ceil(_REACH * num_steps))
-    distances = torch.arange(-reach, reach + 1, dtype=torch.float64)
-    bell = torch.exp(-0.5 * (distances / num_steps) ** 2)[None, None]
-    finite = torch.isfinite(values)
-    # Values and their weights are convolved together, so that gaps and edges have no weight.
-    known = torch.stack([torch.where(finite, values.double(), 0.0), finite.double()])[:, None]
-    sums, weights = F.conv1d(known, bell, padding=reach)[:, 0]
-    return torch.where(finite, sums / weights, torch.nan)
-
-
-@dataclass(slots=True)
-class _CurveCollector:
-    """The part of a log that was read so far."""
-
-    sessions: list[LogSession] = field(default_factory=list)
+    geometries: list[str] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
     rates: dict[int, list[float]] = field(default_factory=dict)
     metrics: dict[str, dict[int, float]] = field(default_factory=dict)
     loss_names: set[str] = field(default_factory=lambda: {"loss"})
     skipped: set[int] = field(default_factory=set)
-    out_of_memory_at: set[int] = field(default_factory=set)
+    resumed: set[int] = field(default_factory=set)
+    out_of_memory: set[int] = field(default_factory=set)
 
-    def start(self, line: JsonLine) -> None:
-        """Begin a session: drop later steps, which were undone."""
-        first = int(line["first_step"])
-        # A resumed run repeats the steps after its checkpoint, and the second time counts.
+    def add(self, line: JsonLine) -> None:
+        """Add a line of the log. Lines of other kinds are ignored."""
+        match line.get("kind"):
+            case "start":
+                self._undo_from(int(line["first_step"]))
+                facts = ", ".join(str(line[name]) for name in ("device", "precision", "strategy"))
+                self.geometries.append(f"{line['geometry']} ({facts})")
+            case "step":
+                number = int(line["step"]) + 1
+                self.losses[number] = _number(line["loss"])
+                self.rates[number] = [_number(rate) for rate in line["learning_rates"]]
+                self.loss_names.update(line["losses"])
+                if line["skipped"] is True:
+                    self.skipped.add(number)
+            case "evaluate":
+                for name, value in line["metrics"].items():
+                    self.metrics.setdefault(name, {})[int(line["step"])] = _number(value)
+            case "out_of_memory":
+                self.out_of_memory.add(int(line["step"]) + 1)
+
+    def _undo_from(self, first: int) -> None:
+        """Drop the steps after the checkpoint at step `first`, because the resumed run repeats them."""
         by_step: list[dict[int, Any]] = [self.losses, self.rates, *self.metrics.values()]
         for values in by_step:
             for number in [number for number in values if number > first]:
                 del values[number]
-        self.skipped = {number for number in self.skipped if number <= first}
-        self.out_of_memory_at = {number for number in self.out_of_memory_at if number <= first}
-        # A session without steps is replaced by the next one at the same step.
-        self.sessions = [session for session in self.sessions if session.first_step < first]
-        circumstances = ", ".join(str(line[name]) for name in ("device", "precision", "strategy"))
-        self.sessions.append(LogSession(first_step=first, geometry=str(line["geometry"]), circumstances=circumstances))
+        for marks in (self.skipped, self.resumed, self.out_of_memory):
+            marks.difference_update([number for number in marks if number > first])
+        if first:
+            self.resumed.add(first)
 
-    def step(self, line: JsonLine) -> None:
-        """Add a step."""
-        number = int(line["step"]) + 1
-        self.losses[number] = _number(line["loss"])
-        self.rates[number] = [_number(rate) for rate in line["learning_rates"]]
-        self.loss_names.update(line["losses"])
-        if line["skipped"] is True:
-            self.skipped.add(number)
 
-    def evaluate(self, line: JsonLine) -> None:
-        """Add an evaluation; one repeated after a resume replaces the first."""
-        for name, value in line["metrics"].items():
-            self.metrics.setdefault(name, {})[int(line["step"])] = _number(value)
+def read_curves(path: str | os.PathLike[str]) -> Curves:
+    """Read the curves of a run from its log."""
+    curves = Curves()
+    for line in read_jsonl(path):
+        curves.add(line)
+    return curves
 
-    def out_of_memory(self, line: JsonLine) -> None:
-        """Add a step that ran out of memory."""
-        self.out_of_memory_at.add(int(line["step"]) + 1)
 
-    def curves(self) -> Curves:
-        """Return the curves collected so far."""
-        steps = sorted(self.losses)
-        num_groups = max((len(rates) for rates in self.rates.values()), default=0)
-        # A resumed run may have more or fewer parameter groups; a missing one leaves a gap.
-        groups = [[(self.rates[number][group:] or [math.nan])[0] for number in steps] for group in range(num_groups)]
-        return Curves(
-            sessions=tuple(self.sessions),
-            steps=steps,
-            losses=torch.tensor([self.losses[number] for number in steps], dtype=torch.float64),
-            learning_rates=[
-                torch.tensor(rates, dtype=torch.float64) for rates in dict.fromkeys(tuple(group) for group in groups)
-            ],
-            metrics={name: dict(sorted(values.items())) for name, values in self.metrics.items() if values},
-            loss_names=frozenset(self.loss_names),
-            skipped=sorted(self.skipped),
-            resumed=[session.first_step for session in self.sessions if session.first_step],
-            out_of_memory=sorted(self.out_of_memory_at),
-        )
+def smoothed(values: Sequence[float], reach: int) -> list[float]:
+    """Return running means over the finite values from `reach` before to `reach` after each value; NaN stays NaN."""
+    # Exact fractions, because one huge loss in a floating-point sum would round away all later ones.
+    sums, counts = [Fraction()], [0]
+    for value in values:
+        is_number = isfinite(value)
+        sums.append(sums[-1] + Fraction(value) if is_number else sums[-1])
+        counts.append(counts[-1] + is_number)
+    means = []
+    for index in range(len(values)):
+        begin, end = max(0, index - reach), min(len(values), index + reach + 1)
+        is_number = counts[index + 1] > counts[index]
+        means.append(float((sums[end] - sums[begin]) / (counts[end] - counts[begin])) if is_number else nan)
+    return means
 
 
 def _number(value: float | str | None) -> float:
-    """Return a number of a line, in which NaN and the infinities are text, and an unreadable number is null."""
-    return math.nan if value is None else float(value)
+    """Return a number of a log line, in which NaN and infinities are strings, and an unreadable number is null."""
+    return nan if value is None else float(value)
 
 
 def plot_losses(jsonl_path: str | os.PathLike[str], out_paths: Iterable[str | os.PathLike[str]]) -> tuple[Path, ...]:
     """Draw a run from its log.
 
-    The loss of each step is a thin line and its smoothed course a thick one; evaluations are points, and learning rates
-    have a panel below. Marks show skipped updates, resumes and out of memory. Steps undone by a resume are not drawn.
-    The same log and matplotlib give the same SVG, byte for byte.
+    The loss of each step is a thin line and its running mean a thick one; evaluations are points, and learning rates
+    have a panel below. Marks show skipped updates, resumes, out-of-memory errors and losses that are not finite. Steps
+    undone by a resume are not drawn. The same log and version of matplotlib give the same SVG, byte for byte.
 
     Args:
-        jsonl_path: the log, see `JsonlLog`; it may still be written.
-        out_paths: the pictures, which end in .png, .svg or .pdf; missing folders are created.
+        jsonl_path: the log, a file of `JsonlLog`; the run may still be writing it.
+        out_paths: the paths of the pictures, which end in .png, .svg or .pdf; missing folders are created.
 
     Returns:
         The paths of the pictures.
 
     Raises:
-        UserError: matplotlib is not installed, a picture has another ending, or the log has no steps.
+        UserError: matplotlib is not installed, a path ends in anything else, or the log has no steps.
         OSError: the log cannot be read, or a picture cannot be written.
     """
     paths = tuple(map(Path, out_paths))
     drawing = import_drawing("anybatch.events.drawing", paths)
     curves = read_curves(jsonl_path)
-    if not curves.steps:
+    if not curves.losses:
         message = f"{os.fspath(jsonl_path)} has no steps yet, so there is nothing to draw. Is it the log of rank 0?"
         raise UserError(message, code="no_steps")
     for path in paths:
-        # Created late, so that a log without steps leaves no empty folders.
+        # Created only now, so that a log without steps leaves no empty folders.
         path.parent.mkdir(parents=True, exist_ok=True)
     drawing.draw(curves, paths)
     return paths

@@ -25,7 +25,7 @@ from anybatch.errors import UserError
 from anybatch.events.observer import ClosingObserver, Throughput, lines_of_start, message_of, read_number
 
 Point = tuple[str, Scalar | Flag]
-Happening = CheckpointRecord | DiagnosisRecord | OutOfMemoryRecord | EndRecord
+EventRecord = CheckpointRecord | DiagnosisRecord | OutOfMemoryRecord | EndRecord
 
 
 class TensorBoardLog(ClosingObserver):
@@ -37,19 +37,18 @@ class TensorBoardLog(ClosingObserver):
     ```
 
     Charts: `loss`, each of `loss_terms/...` if there are several, `gradient_norm`, `learning_rate` (one for each
-    parameter group), `samples_per_second`, `memory_gib/peak` and other numbers of the device's memory, `update_skipped`
-    once a step was skipped, `evaluation/...`. Texts: the split and the decisions (`run`), and events (`happenings`).
-    The horizontal axis is always the number of steps made, including the step itself. Steps undone by a resume are
-    hidden.
+    parameter group), `samples_per_second`, `update_skipped`, `memory_gib/peak` and other numbers of the device's
+    memory, `evaluation/...`. Texts: sizes and automatic choices (`run`), and events (`happenings`). The horizontal axis
+    is always the number of finished steps, including the step itself. Steps undone by a resume are hidden.
 
-    Only rank 0 writes. Steps are buffered for some seconds and read from their device together, so the loop does not
-    wait for it in each step; a killed run loses the buffered part.
+    Only rank 0 writes. Steps are buffered for some seconds, and their numbers are read from the device together, so the
+    loop does not wait for the device in each step. A killed run loses the buffered steps.
 
     Args:
-        folder: folder of TensorBoard's files, one per run; created if it is missing.
+        folder: folder for TensorBoard's files, a separate one for each run; created if it is missing.
         seconds_per_write: maximum seconds that a step is buffered.
-        clock: monotonic time in seconds.
-        wall_clock: seconds since 1970, for the time of every record.
+        clock: function that returns a monotonic time in seconds.
+        wall_clock: function that returns the seconds since 1970, for the time of every record.
 
     Raises:
         UserError: TensorBoard is not installed.
@@ -74,10 +73,9 @@ class TensorBoardLog(ClosingObserver):
         self._pace = Throughput()
         self._pending: list[tuple[float, Record, float | None]] = []
         self._written_seconds = clock()
-        self._has_skipped = False
 
     def observe(self, record: Record, /) -> None:
-        """Buffer a record, or write it with all buffered ones."""
+        """Buffer a record; write the buffered records if they are due."""
         if record.rank != 0:
             return
         with self._lock:
@@ -87,25 +85,25 @@ class TensorBoardLog(ClosingObserver):
                     self._start(record, now)
                 case StepRecord():
                     self._pace.step(now, record.num_samples)
-                    self._keep(record, self._pace.samples_per_second)
+                    self._buffer(record, self._pace.samples_per_second)
                     if now - self._written_seconds >= self._seconds_per_write:
                         self._write()
                 case EvaluateRecord() | EndRecord():
-                    self._pace.aside(now)
-                    self._keep(record)
+                    self._pace.other_work(now)
+                    self._buffer(record)
                     self._write()
                 case CheckpointRecord():
-                    self._pace.aside(now)
-                    self._keep(record)
+                    self._pace.other_work(now)
+                    self._buffer(record)
                 case DiagnosisRecord() | OutOfMemoryRecord() | MemoryRecord():
-                    self._keep(record)
+                    self._buffer(record)
                 case _:
                     return
 
     def close(self) -> None:
         """Write buffered charts, and close the file. Closing twice is allowed."""
         with self._lock:
-            # Writing opens a file, which a run without records should not leave.
+            # Only then, because writing creates a file, and a run without records should leave none.
             if self._pending:
                 self._write()
             if self._writer is not None:
@@ -113,42 +111,37 @@ class TensorBoardLog(ClosingObserver):
             self._writer = None
 
     def _start(self, record: StartRecord, now: float) -> None:
-        """Open a file whose purge step hides the steps that a resume has undone in earlier files."""
+        """Open a new file, and hide the steps of earlier files that a resume has undone."""
         if self._writer is not None:
             self._write()
             self._writer.close()
-        # In older files TensorBoard hides everything from the purge step on.
+        # TensorBoard hides the points of older files from `purge_step` on.
         self._writer = self._make_writer(str(self._folder), purge_step=record.first_step + 1)
         self._pace = Throughput()
         self._pace.begin(now)
         text = "\n".join(f"- {line}" for line in lines_of_start(record))
         self._writer.add_text("run", text, record.first_step, self._wall_clock())
 
-    def _keep(self, record: Record, samples_per_second: float | None = None) -> None:
+    def _buffer(self, record: Record, samples_per_second: float | None = None) -> None:
         self._pending.append((self._wall_clock(), record, samples_per_second))
 
     def _write(self) -> None:
-        """Write the buffered records; only here are numbers read."""
+        """Write the buffered records. Only this method reads numbers from devices."""
         if self._writer is None:  # the start of the run was not observed
             self._writer = self._make_writer(str(self._folder))
-        kept, self._pending = self._pending, []
-        for wall_seconds, record, samples_per_second in kept:
+        pending, self._pending = self._pending, []
+        for wall_seconds, record, samples_per_second in pending:
             if isinstance(record, StepRecord):
-                points = _points(record, samples_per_second)
-                # Most runs never skip, so this chart appears only if needed.
-                self._has_skipped = self._has_skipped or read_number(record.skipped) == 1
-                if self._has_skipped:
-                    points = [*points, ("update_skipped", record.skipped)]
-                self._add_scalars(points, record.step + 1, wall_seconds)
+                self._add_scalars(_points(record, samples_per_second), record.step + 1, wall_seconds)
             elif isinstance(record, EvaluateRecord):
-                # Evaluations count the steps made; a step has its own number, from 0.
+                # `step` of an evaluation is the number of finished steps; that of a step is counted from 0.
                 metrics = [(f"evaluation/{name}", value) for name, value in record.metrics.items()]
                 self._add_scalars(metrics, record.step, wall_seconds)
             elif isinstance(record, MemoryRecord):
                 self._add_scalars(_points_of_memory(record), record.step + 1, wall_seconds)
-            elif isinstance(record, Happening):
+            elif isinstance(record, EventRecord):
                 line, _ = message_of(record, None)
-                self._writer.add_text("happenings", line, _steps_made(record), wall_seconds)
+                self._writer.add_text("happenings", line, _num_finished_steps(record), wall_seconds)
         self._writer.flush()
         self._written_seconds = self._clock()
 
@@ -160,8 +153,8 @@ class TensorBoardLog(ClosingObserver):
 
 
 def _points(record: StepRecord, samples_per_second: float | None) -> list[Point]:
-    """Return the numbers of a step under the names of their charts."""
-    points: list[Point] = [("loss", record.loss)]
+    """Return the numbers of a step with the names of their charts."""
+    points: list[Point] = [("loss", record.loss), ("update_skipped", record.skipped)]
     # A single term is the loss itself.
     if len(record.losses) > 1:
         points += [(f"loss_terms/{name}", value) for name, value in record.losses.items()]
@@ -177,18 +170,13 @@ def _points(record: StepRecord, samples_per_second: float | None) -> list[Point]
 
 
 def _points_of_memory(record: MemoryRecord) -> list[Point]:
-    """Return the memory of a device, in GiB, under the names of its charts."""
-    sizes = {
-        "peak": record.peak_bytes,
-        "allocated": record.allocated_bytes,
-        "reserved": record.reserved_bytes,
-        "limit": record.limit_bytes,
-    }
+    """Return the memory of a device in GiB, with the names of its charts."""
+    sizes = {name: getattr(record, f"{name}_bytes") for name in ("peak", "allocated", "reserved", "limit")}
     return [(f"memory_gib/{name}", size / 2**30) for name, size in sizes.items() if size is not None]
 
 
-def _steps_made(record: Happening) -> int:
-    """Return the number of steps at an event."""
+def _num_finished_steps(record: EventRecord) -> int:
+    """Return the number of finished steps at an event."""
     if isinstance(record, EndRecord):
         return record.num_steps
     if isinstance(record, CheckpointRecord):

@@ -1,1 +1,1 @@
-"""Memory of a training step: recorded as it happens, on real tensors and on tensors without data."""
+"""Record the memory of a training step, with real tensors or with fake tensors that have no data."""

@@ -1,32 +1,47 @@
-"""Memory of this process on a device and on its host, read without waiting for the device, and the machine's name."""
+"""Memory of this process on a device and on its host, the ways of counting it, and the name of the device."""
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final, Literal
 
 import torch
 
 _PROCESS = Path("/proc/self/status")
 
+Counted = Literal["in tensors", "allocated", "in all", "resident"]
+"""Ways of counting memory; each counts more than the previous one."""
+
+MEANINGS: Final[Mapping[Counted, str]] = MappingProxyType(
+    {
+        "in tensors": "the memory of all live tensors",
+        "allocated": "tensors and the workspaces of kernels, as an allocator hands them out",
+        "in all": "all that the allocator reserves, the device's context and its libraries",
+        "resident": "the whole process, with interpreter, libraries and data",
+    }
+)
+
+_BEGINS = "counted: "
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryInUse:
-    """Memory in use."""
+    """Memory in use on a CUDA device, or by the process on a CPU."""
 
-    allocated_bytes: int  # on a CUDA device memory of tensors
-    peak_bytes: int  # its peak: on a CUDA device since `begin_peak`, on a CPU since the process began
+    allocated_bytes: int  # on a CUDA device, memory of tensors; on a CPU, resident memory of the process
+    peak_bytes: int  # peak of `allocated_bytes`: on a CUDA device since `begin_peak`, on a CPU since the process began
     reserved_bytes: int | None = None  # memory that the allocator has reserved on the device; None on a CPU
     limit_bytes: int | None = None  # memory that the process may allocate; None for no limit
-    num_retries: int = 0  # number of times the allocator has emptied its cache to find room, since it began
+    num_retries: int = 0  # how often the allocator has freed its cache to retry an allocation
 
 
 def memory_in_use(device: torch.device) -> MemoryInUse | None:
     """Return the memory in use on a CUDA device, or by this process on a CPU; None if the system does not report it.
 
-    A CUDA device is not queried, and not waited for: torch's allocator keeps its own counters on the host.
+    This does not wait for a CUDA device: torch's allocator keeps its counters on the host.
     """
     if device.type == "cuda":
         return _of_cuda(device)
@@ -34,8 +49,8 @@ def memory_in_use(device: torch.device) -> MemoryInUse | None:
 
 
 def begin_peak(device: torch.device) -> None:
-    """Reset the peak, like `torch.cuda.reset_peak_memory_stats`. Does nothing on a CPU."""
-    # Before CUDA is initialised no allocator exists to be reset.
+    """Reset the peak, like `torch.cuda.reset_peak_memory_stats`; a no-op on a CPU."""
+    # Before CUDA is initialised there is no allocator.
     if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -49,7 +64,7 @@ def limit_of(device: torch.device) -> int | None:
 
 
 def driver_bytes(device: torch.device) -> int | None:
-    """Return the bytes of a CUDA device in use by its driver's count, as in nvidia-smi; None on other devices."""
+    """Return the bytes in use on a CUDA device as reported by the driver and nvidia-smi; None on other devices."""
     if device.type != "cuda":
         return None
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -57,9 +72,9 @@ def driver_bytes(device: torch.device) -> int | None:
 
 
 def outside_bytes(device: torch.device) -> int | None:
-    """Return the bytes of a CUDA device in use outside of torch's allocator: contexts, communicators, other programs.
+    """Return the bytes in use on a CUDA device outside of torch's allocator; None on other devices.
 
-    None on other devices.
+    They are used by contexts, communicators and other programs.
     """
     used_bytes = driver_bytes(device)
     return None if used_bytes is None else used_bytes - torch.cuda.memory_reserved(device)
@@ -79,26 +94,14 @@ def _of_cuda(device: torch.device) -> MemoryInUse | None:
 
 
 def _of_process() -> MemoryInUse | None:
-    """Return the kernel's counts; `ru_maxrss` would include the parent program."""
+    """Return the counts of the operating system's kernel; `ru_maxrss` would include the parent process."""
     try:
-        text = _PROCESS.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # not Linux
+        status = _sizes_in(_PROCESS)
+        resident, peak = status["VmRSS"], status["VmHWM"]
+    except (OSError, KeyError):  # not Linux, or hidden by the kernel, as in some sandboxes
         return None
-    found = dict(line.split(":", 1) for line in text.splitlines() if line.startswith(("VmRSS:", "VmHWM:")))
-    try:
-        resident, peak = _in_bytes(found["VmRSS"]), _in_bytes(found["VmHWM"])
-    except KeyError:  # hidden by the kernel, as in some sandboxes
-        return None
-    # The kernel's two counts differ by some pages.
+    # The peak may be a few pages below the current value, because the kernel updates it separately.
     return MemoryInUse(allocated_bytes=resident, peak_bytes=max(resident, peak))
-
-
-def _in_bytes(text: str) -> int:
-    """Return the bytes of a text such as `   1234 kB`."""
-    return int(text.split(maxsplit=1)[0]) * 1024
-
-
-_UNIT_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,28 +110,28 @@ class HostReading:
 
     available_bytes: int  # memory that can still be allocated without swapping
     resident_bytes: int  # resident memory of this process
-    peak_bytes: int  # its peak since the process began
+    peak_bytes: int  # peak of the resident memory since the process began
 
 
 def read_host(root: Path = Path("/")) -> HostReading | None:
-    """Return Linux's counts of the host's memory, within the limit of a container; None if unavailable.
+    """Return the memory of the host as Linux reports it, within the limit of a container; None if unavailable.
 
     `root` is the root of the file system, for tests.
     """
     try:
-        machine, process = _kilobytes(root / "proc/meminfo"), _kilobytes(root / "proc/self/status")
+        machine, process = _sizes_in(root / "proc/meminfo"), _sizes_in(root / "proc/self/status")
         available = machine["MemAvailable"]
         resident, peak = process["VmRSS"], process["VmHWM"]
-    except (OSError, KeyError, ValueError):
+    except (OSError, KeyError):
         return None
     # A container's limit may be far below the machine's free memory.
     return HostReading(min([available, *_left_in_groups(root)]), resident, peak)
 
 
-class HostRoom:
-    """Watches a process's memory use from now on, roughly: the system counts pages, and only keeps the peak.
+class HostHeadroom:
+    """The host memory that is available at the beginning, and a check of this process's peak use since then.
 
-    `num_sharing` is the number of processes that use the same amount at the same time.
+    The check is approximate. `num_sharing` is the number of processes that use the same amount at the same time.
     """
 
     def __init__(self, read: Callable[[], HostReading | None] = read_host, *, num_sharing: int = 1) -> None:
@@ -138,23 +141,23 @@ class HostRoom:
 
     @property
     def available_bytes(self) -> int | None:
-        """Memory available to one process at the beginning; None if unknown."""
+        """Memory that was available to one process at the beginning; None if unknown."""
         return None if self._start is None else self._start.available_bytes // self._num_sharing
 
     def may_double(self) -> bool:
-        """Return whether twice the peak use since the beginning would have fitted.
+        """Return whether twice the peak use since the beginning would have fitted in the available memory.
 
-        True if nothing is known, and while this process's peak is from before the beginning.
+        Return True if this is unknown, also if the peak of the process is from before the beginning.
         """
         now, start = self._read(), self._start
         if now is None or start is None or now.peak_bytes <= start.peak_bytes:
             return True
-        taken = now.peak_bytes - start.resident_bytes
-        return 2 * taken * self._num_sharing <= start.available_bytes
+        used_bytes = now.peak_bytes - start.resident_bytes
+        return 2 * used_bytes * self._num_sharing <= start.available_bytes
 
 
 def device_name(device: torch.device) -> str:
-    """Return a device's name; for a CPU its model, instruction set and number of threads, which determine its speed."""
+    """Return the name of a device; for a CPU its model, instruction set and number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
@@ -169,21 +172,18 @@ def device_name(device: torch.device) -> str:
     return f"{model}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
-def _kilobytes(path: Path) -> dict[str, int]:
-    """Return the lines `name: number kB` of a file, in bytes."""
-    found = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        name, _, value = line.partition(":")
-        if value.endswith(" kB"):
-            found[name] = int(value[:-3]) * _UNIT_BYTES
-    return found
+def _sizes_in(path: Path) -> dict[str, int]:
+    """Return name -> bytes for each line `name: number kB` of a file."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    fields = [line.partition(":") for line in lines if line.endswith(" kB")]
+    return {name: int(value.removesuffix(" kB")) * 1024 for name, _, value in fields}
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """Yield the free bytes under each memory limit of this process's control groups.
+    """Yield the remaining bytes of each memory limit of this process's control groups.
 
-    A limit covers all groups below it. In a container its own group may appear as the root, and the path that the
-    kernel reports does not exist.
+    The limit of a group also covers the groups inside it. In a container, the container's group may be the root folder,
+    so that the path that the kernel reports does not exist.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -206,3 +206,8 @@ def _left_in_groups(root: Path) -> Iterator[int]:
                 yield max(0, limit - used)
             if folder == top:
                 break
+
+
+def counting_text(*ways: Counted) -> str:
+    """Return a line for each of the ways of counting that explains it: `counted: in tensors, ...`."""
+    return "\n".join(f"{_BEGINS if way is ways[0] else '':{len(_BEGINS)}}{way}, {MEANINGS[way]}" for way in ways)

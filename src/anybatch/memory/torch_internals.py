@@ -1,10 +1,11 @@
-"""Private interfaces of torch for watching memory, also used by the planner and other packages above.
+"""Private interfaces of torch for recording memory; the planner and other packages above also use them.
 
-All names were verified on the versions in `anybatch.core.torch_internals.SEEN`. No public interface sees each
-operation, so if one of these names is missing, this module raises `UnsupportedTorchError` on import. Training needs it
-too, to measure the memory of an optimizer's first step.
+All names were verified on the versions in `anybatch.core.torch_internals.SEEN`. No public interface reports every
+operation, so if one of these names is missing, this module raises `UnsupportedTorchError` on import. Training needs
+this module too, to measure the memory of an optimizer's first step.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from anybatch.core.torch_internals import needed_for
 
 with needed_for("Watching memory"):
-    # Modes that see each operation, wrapper tensors, which such a mode must let pass, and fake tensors.
+    # A mode that intercepts each operation, wrapper tensors, which it must pass on, and fake tensors.
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
@@ -20,14 +21,15 @@ with needed_for("Watching memory"):
     from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 
+@cache
 def is_view(func: Any) -> bool:  # noqa: ANN401 (torch's type has no name in public)
     """Return whether an operation returns a view of an argument and writes nothing: `OpOverload._schema`."""
     with needed_for("Watching memory"):
         schema = func._schema
     aliases = [result.alias_info for result in schema.returns]
-    # `lift_fresh` returns memory that no operation has allocated.
-    is_announcement = func is torch.ops.aten.lift_fresh.default
-    return not is_announcement and any(one is not None and not one.is_write for one in aliases)
+    # `lift_fresh` is declared as a view, but returns memory that no other operation has allocated.
+    is_new = func is torch.ops.aten.lift_fresh.default
+    return not is_new and any(alias is not None and not alias.is_write for alias in aliases)
 
 
 __all__ = [

@@ -1,8 +1,7 @@
-"""Layers whose output depends on other samples, BatchNorm above all: finding them, and what can be done about them."""
+"""Find layers whose output for one sample depends on other samples, such as BatchNorm, and make them exact."""
 
-from anybatch.norms.layers import coupling_layers
+from anybatch.norms.layers import Replaced, replaced
 from anybatch.norms.policies import Exact, Freeze, Ghost, Keep, Policy, PolicyName, Sync, policy_of
-from anybatch.norms.replacement import Replaced, recompute_statistics, replaced
 
 __all__ = [
     "Exact",
@@ -13,8 +12,6 @@ __all__ = [
     "PolicyName",
     "Replaced",
     "Sync",
-    "coupling_layers",
     "policy_of",
-    "recompute_statistics",
     "replaced",
 ]

@@ -1,75 +1,71 @@
-"""Find BatchNorm layers and other layers that couple samples: known layers by type, others by trial."""
+"""Find BatchNorm layers and modules that mix samples in other ways, and replace BatchNorm by layers that do not."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.hooks import RemovableHandle
 
-from anybatch.core.tensors import BufferValues
-from anybatch.core.torch_internals import BatchNormBase, InstanceNormBase
-from anybatch.core.tree import Batch, count_samples, map_tensors, tensors_of
-from anybatch.errors import CompositionError, DataError, ParameterError
+from anybatch.core.torch_internals import BatchNormBase, InstanceNormBase, kept_buffers
+from anybatch.core.tree import Batch, map_tensors, tensors_of
+from anybatch.errors import CompositionError, ParameterError, UserError
 
-Tracking = BatchNormBase | InstanceNormBase
-"""A layer with running statistics."""
-
-ModelCall = Callable[[nn.Module, Any], object]
-"""Runs a model on a batch, such as `lambda model, batch: model(batch["image"])`."""
+Kind = Literal["group_norm", "layer_norm"]
+_MAX_GROUPS, _MIN_CHANNELS_PER_GROUP = 32, 4
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The collectives that normalisation over ranks needs. The default is one rank.
+    """The collectives for normalisation over ranks. The default is a single rank.
 
     Attributes:
         size: number of ranks.
         sum: replaces a small tensor on this rank's device by its sum over ranks, and returns it.
-        most: returns the largest of the ranks' integers.
+        max: returns the maximum of an integer over ranks.
     """
 
     size: int = 1
     sum: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
-    most: Callable[[int], int] = lambda number: number
+    max: Callable[[int], int] = lambda number: number
 
 
 def batch_norms(modules: nn.Module) -> dict[str, BatchNormBase]:
-    """Return the BatchNorm layers of all kinds by name, in train and in evaluation mode."""
+    """Return the BatchNorm layers of all types by name, in train and in evaluation mode."""
     return {name: module for name, module in modules.named_modules() if isinstance(module, BatchNormBase)}
 
 
-def tracking_layers(modules: nn.Module) -> dict[str, Tracking]:
-    """Return the layers with running statistics by name: BatchNorm, and InstanceNorm that tracks them."""
-    return {
-        name: module
-        for name, module in modules.named_modules()
-        if isinstance(module, Tracking) and module.running_mean is not None
-    }
+def tracking_layers(modules: nn.Module) -> dict[str, BatchNormBase]:
+    """Return the BatchNorm layers with running statistics by name."""
+    return {name: layer for name, layer in batch_norms(modules).items() if layer.running_mean is not None}
 
 
 def refuse_unfit_layers(modules: nn.Module, *, num_ranks: int, frozen: bool) -> None:
-    """Refuse layers that no policy supports; with `frozen`, BatchNorm layers use their running statistics.
+    """Raise an error for layers that no BatchNorm policy (`norms=`) supports.
 
-    Raises:
-        ParameterError: a lazy layer without parameters, because it has not seen a batch.
-        CompositionError: torch's SyncBatchNorm on several ranks, unless frozen: it communicates in each forward, even
-            if ranks run different numbers of micro-batches.
+    With `frozen`, BatchNorm layers normalise by their running statistics.
     """
+    for name, layer in modules.named_modules():
+        if isinstance(layer, InstanceNormBase) and layer.track_running_stats and not frozen:
+            message = (
+                f"layer {name!r} is a {type(layer).__name__} that tracks running statistics. Each micro-batch would "
+                "update them instead of the effective batch. Use track_running_stats=False, the default."
+            )
+            raise CompositionError(message, code="instance_statistics")
     for name, module in batch_norms(modules).items():
         if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
             message = (
-                f"layer {name!r} is a {type(module).__name__} that has not seen a batch, so it has no parameters yet. "
-                "Run the model on a batch once before the optimizer and the engine are built."
+                f"layer {name!r} is a {type(module).__name__} that has no parameters before its first batch. Run the "
+                "model on a batch once before you build the optimizer and the engine."
             )
             raise ParameterError(message, code="lazy_layer")
         if isinstance(module, nn.SyncBatchNorm) and num_ranks > 1 and not frozen:
             message = (
-                f"layer {name!r} is a SyncBatchNorm, and there are {num_ranks} ranks: it waits for the others in each "
-                "forward, which hangs where ranks run different numbers of micro-batches. Use torch's BatchNorm "
+                f"layer {name!r} is a SyncBatchNorm, which cannot be used on {num_ranks} ranks. Each forward waits for "
+                "all ranks, and would hang if ranks run different numbers of micro-batches. Use torch's BatchNorm "
                 "layers with norms='sync', or norms='exact'."
             )
             raise CompositionError(message, code="synced_layer")
@@ -78,76 +74,28 @@ def refuse_unfit_layers(modules: nn.Module, *, num_ranks: int, frozen: bool) -> 
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def coupling_layers(model: nn.Module, batch: Batch, *, call: ModelCall | None = None) -> dict[str, str]:
-    """Return the layers whose output for a sample depends on other samples in train mode, each with the evidence.
+def find_coupling_modules(modules: nn.Module, run: Callable[[], object], num_samples: int) -> dict[str, float]:
+    """Return the innermost modules whose output for one sample changes with another sample, and the relative change.
 
-    Known by type: all of torch's BatchNorm layers, and InstanceNorm with running statistics (its output depends on no
-    other sample, its buffers do). All other modules are tried: the model runs once, and each module runs again on its
-    recorded inputs, with the same random numbers and then with the last sample changed. If the output of another sample
-    changes, the module couples them. Of nested modules only the innermost is returned. Parameters, buffers, modes and
-    random numbers are restored.
-
-    A module is tried only if the first axis of its inputs is the samples, alone or flattened with the axes after it. So
-    pass a batch whose size differs from every other length in the model, such as 7.
-
-    Args:
-        model: the model.
-        batch: at least two samples, on the model's device.
-        call: runs the model on the batch; None: `model(batch)`.
-
-    Raises:
-        DataError: fewer than two samples.
-        ParameterError: a lazy layer that has not seen a batch.
-    """
-    refuse_unfit_layers(model, num_ranks=1, frozen=False)
-    num_samples = count_samples(batch)
-    if num_samples < 2:  # noqa: PLR2004 (one to observe, and another to change)
-        message = f"the batch holds {num_samples} sample(s); a test of whether one depends on another needs at least 2."
-        raise DataError(message, code="one_sample")
-    found = _by_type(model)
-    with _in_train_mode(model, batch):
-        run = call or (lambda module, given: module(given))
-        tried = tried_couplings(model, lambda: run(model, batch), num_samples)
-    found |= {
-        name: f"{type(model.get_submodule(name)).__name__}: with one sample changed, the output of others moves by "
-        f"{change:.1e}"
-        for name, change in tried.items()
-        if not any(name == known or _is_inside(known, name) for known in found)
-    }
-    return {name: found[name] for name, _ in model.named_modules() if name in found}
-
-
-def tried_couplings(modules: nn.Module, run: Callable[[], object], num_samples: int) -> dict[str, float]:
-    """Return the innermost modules whose output for a sample changes with another sample, and by how much.
-
-    The values are the largest change of another sample's output, divided by the largest output. The caller sets the
-    modules' modes, and restores buffers and random numbers. `run` runs a forward over the whole batch.
+    Only the last sample of the batch is changed. The relative change is the largest change in the outputs of all other
+    samples, divided by the largest of these outputs. The caller sets the modes of the modules, and restores buffers and
+    random state. `run` runs a forward over the whole batch.
     """
     with torch.no_grad():
-        seen = _inputs_of_modules(modules, run)
-        names = {name for name, module in modules.named_modules() if module in seen}
+        inputs = _inputs_of_modules(modules, run)
+        names = {name for name, module in modules.named_modules() if module in inputs}
         found: dict[str, float] = {}
-        # Deepest first, so that a module is skipped once one inside of it has been found.
+        # Deepest first, so that a module is skipped if one of its submodules has been found.
         for name in sorted(names, key=lambda name: -name.count(".") - bool(name)):
             if any(_is_inside(other, name) for other in found):
                 continue
             module = modules.get_submodule(name)
             try:
-                change = _coupling(module, seen[module], num_samples)
-            except RuntimeError:  # recorded inside of `torch.func.vmap`, and unusable outside
+                change = _coupling(module, inputs[module], num_samples)
+            except RuntimeError:  # the inputs were recorded inside `torch.func.vmap`, and cannot be used outside
                 continue
             if change:
                 found[name] = change
-    return found
-
-
-def _by_type(model: nn.Module) -> dict[str, str]:
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, BatchNormBase):
-            found[name] = f"{type(module).__name__}: normalises by the statistics of the micro-batch"
-        elif isinstance(module, InstanceNormBase) and module.track_running_stats:
-            found[name] = f"{type(module).__name__}: its running statistics come from micro-batches"
     return found
 
 
@@ -155,40 +103,24 @@ def _is_inside(name: str, outer: str) -> bool:
     return not outer or name.startswith(f"{outer}.")
 
 
-@contextmanager
-def _in_train_mode(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """Run in train mode; restores modes, buffers and random numbers."""
-    buffers = BufferValues(model)
-    modes = {module: module.training for module in model.modules()}
-    devices = {tensor.device for tensor in (*model.parameters(), *tensors_of(batch)) if tensor.device.type == "cuda"}
-    try:
-        with torch.random.fork_rng([device.index or 0 for device in devices]):
-            model.train()
-            yield
-    finally:
-        buffers.restore()
-        for module, training in modes.items():
-            module.training = training
-
-
 def _inputs_of_modules(model: nn.Module, run: Callable[[], object]) -> dict[nn.Module, _Inputs]:
     """Return the arguments of each module's first call."""
-    seen: dict[nn.Module, _Inputs] = {}
+    inputs: dict[nn.Module, _Inputs] = {}
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module not in seen:  # copies, because a layer may change its input in place
-            seen[module] = map_tensors(args, _copy), map_tensors(kwargs, _copy)
+        if module not in inputs:  # copies, because a layer may change its input in place
+            inputs[module] = map_tensors(args, _copy), map_tensors(kwargs, _copy)
 
     handles: list[RemovableHandle] = [
         module.register_forward_pre_hook(record, with_kwargs=True) for module in model.modules()
     ]
     try:
-        with torch.enable_grad():  # a loss may differentiate, as for a gradient penalty
+        with torch.enable_grad():  # a loss may compute gradients, such as a gradient penalty
             run()
     finally:
         for handle in handles:
             handle.remove()
-    return seen
+    return inputs
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -196,21 +128,21 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _coupling(module: nn.Module, inputs: _Inputs, num_samples: int) -> float:
-    """Return the largest relative change of other samples' outputs if the last sample changes."""
+    """Return the largest relative change in the outputs of all other samples if the last sample changes."""
     changed = map_tensors(inputs, lambda tensor: _with_other_last_sample(tensor, num_samples))
-    # No input has rows of samples to change.
-    if all(torch.equal(one, other) for one, other in zip(tensors_of(inputs), tensors_of(changed), strict=True)):
+    # No input has a row per sample that could be changed.
+    if all(torch.equal(before, after) for before, after in zip(tensors_of(inputs), tensors_of(changed), strict=True)):
         return 0.0
     outputs = _outputs(module, (inputs, inputs, changed))
-    # Two equal calls differ: the module keeps state between calls, such as a cache, and cannot be tested.
-    if not outputs or _moves(outputs[0], outputs[1], num_samples):
+    # If two equal calls differ, the module has state, such as a cache, and cannot be tested.
+    if not outputs or _max_change(outputs[0], outputs[1], num_samples):
         return 0.0
-    return _moves(outputs[0], outputs[2], num_samples)
+    return _max_change(outputs[0], outputs[2], num_samples)
 
 
 def _outputs(module: nn.Module, calls: Sequence[_Inputs]) -> list[list[Tensor]]:
-    """Return the output of each call, from the same buffers and random numbers; an empty list if one fails."""
-    buffers, state = BufferValues(module), torch.get_rng_state()
+    """Return the output of each call, with the same buffers and random numbers; an empty list if a call fails."""
+    buffers, state = kept_buffers(module), torch.get_rng_state()
     outputs = []
     for args, kwargs in calls:
         torch.set_rng_state(state)
@@ -223,8 +155,8 @@ def _outputs(module: nn.Module, calls: Sequence[_Inputs]) -> list[list[Tensor]]:
     return outputs
 
 
-def _moves(ones: Sequence[Tensor], others: Sequence[Tensor], num_samples: int) -> float:
-    return max((_moved(one, other, num_samples) for one, other in zip(ones, others, strict=False)), default=0.0)
+def _max_change(before: Sequence[Tensor], after: Sequence[Tensor], num_samples: int) -> float:
+    return max((_relative_change(*pair, num_samples) for pair in zip(before, after, strict=False)), default=0.0)
 
 
 def _in_a_tree(output: object) -> Batch:
@@ -241,15 +173,92 @@ def _with_other_last_sample(tensor: Tensor, num_samples: int) -> Tensor:
         # Another value even if all samples are equal, or zero.
         changed[-rows:] = tensor[:rows] * 3 + tensor.abs().mean() + 1
     else:
-        changed[-rows:] = tensor[:rows]  # token ids, say: only another sample's ids are certain to be valid
+        changed[-rows:] = tensor[:rows]  # such as token ids, of which only those in the batch are certain to be valid
     return changed
 
 
-def _moved(one: Tensor, other: Tensor, num_samples: int) -> float:
-    if one.dim() == 0 or one.shape != other.shape or one.shape[0] % num_samples or not one.is_floating_point():
+def _relative_change(before: Tensor, after: Tensor, num_samples: int) -> float:
+    """Return the relative change of the rows of all samples but the last; 0 for changes within rounding errors."""
+    rows = before.shape[0] if before.dim() else 0
+    if before.dim() == 0 or before.shape != after.shape or rows % num_samples or not before.is_floating_point():
         return 0.0
-    rest = slice(None, one.shape[0] - one.shape[0] // num_samples)
-    distance = float((one[rest] - other[rest]).abs().max()) if one[rest].numel() else 0.0
-    scale = float(one[rest].abs().max()) if one[rest].numel() else 0.0
-    rounding = 1e3 * torch.finfo(one.dtype).eps  # a matrix product may be summed in another order
+    others = slice(None, rows - rows // num_samples)
+    distance = float((before[others] - after[others]).abs().max()) if before[others].numel() else 0.0
+    scale = float(before[others].abs().max()) if before[others].numel() else 0.0
+    rounding = 1e3 * torch.finfo(before.dtype).eps  # a matrix product may be summed in a different order
     return distance / scale if scale and distance > rounding * scale else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """A model whose BatchNorm layers have been replaced.
+
+    Attributes:
+        model: a copy of the model; the original is unchanged.
+        layers: name of each replaced layer to a text with the old and the new layer.
+        retrain: a sentence that explains how many layers must be trained again, and why.
+    """
+
+    model: nn.Module
+    layers: Mapping[str, str]
+    retrain: str
+
+
+def replaced(model: nn.Module, kind: Kind, *, num_groups: int | None = None) -> Replaced:
+    """Return a copy of a model with other layers instead of BatchNorm; call it before the optimizer is built.
+
+    Each new layer copies weight, bias and eps of the old one. Running statistics have no counterpart.
+
+    Args:
+        model: the model; it is not changed.
+        kind: "group_norm", or "layer_norm" (one group: over channels and positions).
+        num_groups: groups per layer for "group_norm"; None: the largest number up to 32 with at least 4 channels each.
+
+    Raises:
+        UserError: an unknown kind, or a number of groups that does not divide a layer's channels.
+
+    Source: Wu and He, "Group Normalization", 2018, for the 32 groups.
+    """
+    if kind not in get_args(Kind):
+        message = f"{kind=} must be one of {', '.join(map(repr, get_args(Kind)))}."
+        raise UserError(message, code="unknown_kind")
+    refuse_unfit_layers(model, num_ranks=1, frozen=True)  # only BatchNorm is replaced
+    copied = copy.deepcopy(model)
+    replaced_by: dict[str, str] = {}
+    new_of: dict[nn.Module, nn.Module] = {}  # a layer that is used twice stays one layer
+    for name, old in batch_norms(copied).items():
+        groups = 1 if kind == "layer_norm" else num_groups or default_groups(old.num_features)
+        if old.num_features % groups:
+            message = f"{num_groups=} must divide the {old.num_features} channels of layer {name!r}. Leave it out."
+            raise UserError(message, code="not_a_divisor")
+        new = nn.GroupNorm(groups, old.num_features, eps=old.eps, affine=old.affine)
+        new_of[old] = _with_parameters_of(new, old)
+        replaced_by[name] = f"{type(old).__name__}({old.num_features}) -> GroupNorm({groups}, {old.num_features})"
+    # With duplicates: a layer with two names has to be replaced under both.
+    for name, old_layer in list(copied.named_modules(remove_duplicate=False)):
+        # The model itself has the name ""; if it is a BatchNorm layer, it is replaced below.
+        if name and old_layer in new_of:
+            parent, _, attribute = name.rpartition(".")
+            setattr(copied.get_submodule(parent), attribute, new_of[old_layer])
+    retrain = (
+        f"{len(replaced_by)} layers: weight, bias and eps were copied where a layer has them, and running statistics "
+        "dropped. The new layers compute another function, so a trained model needs more training, and a learning "
+        "rate tuned for BatchNorm may be too high."
+    )
+    return Replaced(new_of.get(copied, copied), replaced_by, retrain)
+
+
+def default_groups(num_channels: int) -> int:
+    """Return the largest divisor of `num_channels` up to 32 with at least 4 channels per group; 1 if there is none."""
+    largest = min(_MAX_GROUPS, num_channels // _MIN_CHANNELS_PER_GROUP)
+    return max((groups for groups in range(1, largest + 1) if num_channels % groups == 0), default=1)
+
+
+def _with_parameters_of(new: nn.Module, old: BatchNormBase) -> nn.Module:
+    with torch.no_grad():
+        for name, parameter in new.named_parameters():
+            old_parameter = getattr(old, name)
+            if old_parameter is not None:  # BatchNorm(bias=False) only has a weight
+                parameter.data = old_parameter.detach().clone()
+                parameter.requires_grad_(old_parameter.requires_grad)
+    return new.train(old.training)

@@ -1,6 +1,5 @@
-"""Policies for BatchNorm in train mode: frozen values, listed in the engine's decisions."""
+"""Policies for BatchNorm in train mode (`norms=`): over which samples a layer computes its statistics."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,47 +10,31 @@ from anybatch.errors import UserError
 PolicyName = Literal["keep", "sync", "freeze", "exact"]
 Method = Literal["layerwise", "checkpoint"]
 _OF_MICRO_BATCH = "BatchNorm's output for a sample depends on its micro-batch"
-_RENAMED_METHODS: Mapping[str, Method] = {"rendezvous": "layerwise"}
-_REPLACEMENTS = ("group_norm", "layer_norm", "rms_norm")
+_REPLACEMENTS = ("group_norm", "layer_norm")
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Each micro-batch is normalised by its own statistics. Running statistics cover the effective batch."""
+    """Each micro-batch is normalised by its own statistics. Running statistics are of the whole effective batch."""
 
     name = "keep"
-    says = (
+    description = (
         "each micro-batch is normalised by its own statistics; running statistics are pooled over the effective batch "
         "and updated once"
     )
-    feature = None  # the default, without a row in the composition table
-
-    def constraints(self, *, has_layers: bool, world_size: int) -> CutConstraints:
-        """Return the policy's constraints on every cut."""
-        del world_size
-        return CutConstraints(
-            least_samples=2 if has_layers else 1, largest_fitting=_OF_MICRO_BATCH if has_layers else ""
-        )
+    feature = None  # the default policy has no row in the composition table
 
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """The k-th micro-batches of all ranks are normalised together. It joins ranks, not micro-batches."""
+    """The k-th micro-batches of all ranks are normalised together, but not the micro-batches of one rank."""
 
     name = "sync"
-    says = (
+    description = (
         "the k-th micro-batches of all ranks are normalised by their joint statistics, which joins ranks but not "
         "micro-batches; running statistics are pooled over the effective batch and updated once"
     )
     feature = Feature.NORMS_SYNC
-
-    def constraints(self, *, has_layers: bool, world_size: int) -> CutConstraints:
-        """Return the policy's constraints on every cut; see `Keep.constraints`."""
-        over_ranks = has_layers and world_size > 1
-        largest_fitting = _OF_MICRO_BATCH if has_layers else ""
-        return CutConstraints(
-            lockstep=over_ranks, fills_up=over_ranks, joins_ranks=over_ranks, largest_fitting=largest_fitting
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +42,22 @@ class Freeze:
     """Layers normalise by their running statistics, which do not change; weight and bias still train."""
 
     name = "freeze"
-    says = "layers normalise by their running statistics, which do not change; weight and bias still train"
+    description = "layers normalise by their running statistics, which do not change; weight and bias still train"
     feature = Feature.NORMS_FREEZE
-
-    def constraints(self, *, has_layers: bool, world_size: int) -> CutConstraints:
-        """Return the policy's constraints on every cut: none; see `Keep.constraints`."""
-        del has_layers, world_size
-        return CutConstraints()
 
 
 @dataclass(frozen=True, slots=True)
 class Ghost:
     """Groups of consecutive samples are normalised, each by its own statistics, at any micro-batch and world size.
 
-    Groups begin at multiples of `group_size` in the effective batch's order; the last one may be smaller. A single
+    Groups begin at multiples of `group_size` in the effective batch's order; the last group may be smaller. A single
     remaining sample joins the group before it, because one value has no variance.
 
     Args:
         group_size: samples per group, at least 2. Micro-batches and rank shares hold whole groups.
 
     Raises:
-        UserError: a smaller group.
+        UserError: `group_size` is below 2.
 
     Source: Hoffer, Hubara and Soudry, "Train longer, generalize better", 2017, section 4 (ghost batch normalisation).
     """
@@ -94,14 +72,9 @@ class Ghost:
             message = f"Ghost(group_size={self.group_size}) must be at least 2: one sample has no variance."
             raise UserError(message, code="group_too_small")
 
-    def constraints(self, *, has_layers: bool, world_size: int) -> CutConstraints:
-        """Return the policy's constraints on every cut: whole groups."""
-        del has_layers, world_size
-        return CutConstraints(group=self.group_size)
-
     @property
-    def says(self) -> str:
-        """The policy's effect, in a clause."""
+    def description(self) -> str:
+        """The effect of the policy, as a clause."""
         return (
             f"groups of {self.group_size} consecutive samples are normalised by their own statistics; running "
             "statistics are pooled over the effective batch and updated once"
@@ -113,10 +86,10 @@ class Exact:
     """The whole effective batch is normalised together, forward and backward, as if it had not been split.
 
     Args:
-        method: "layerwise": micro-batches advance layer by layer, each waiting in every BatchNorm layer until all have
-            reached it; one backward covers all of them. "checkpoint": the rank's whole share is one micro-batch, whose
-            blocks are run again in the backward instead of being kept.
-        offload: keep tensors for the backward in host memory ("layerwise" only). None: on accelerators.
+        method: "layerwise": each micro-batch waits in every BatchNorm layer until all micro-batches have reached it;
+            then there is one backward for all of them. "checkpoint": all samples of a rank are one micro-batch, under
+            activation checkpointing.
+        offload: keep tensors for the backward in host memory ("layerwise" only). None: True on accelerators.
         blocks: names of the modules to checkpoint ("checkpoint" only). None: the outermost modules, other than the
             model itself, that have a BatchNorm layer as a child.
 
@@ -133,42 +106,54 @@ class Exact:
         """Check the method."""
         if self.method not in ("layerwise", "checkpoint"):
             message = f"Exact(method={self.method!r}) must be 'layerwise' or 'checkpoint'."
-            if self.method in _RENAMED_METHODS:
-                message += f" {self.method!r} has been renamed to {_RENAMED_METHODS[self.method]!r}."
             raise UserError(message, code="unknown_method")
 
     @property
     def feature(self) -> Feature:
-        """The row of the composition table."""
+        """The feature of the policy in the composition table."""
         return Feature.NORMS_EXACT if self.method == "layerwise" else Feature.NORMS_CHECKPOINT
 
-    def constraints(self, *, has_layers: bool, world_size: int) -> CutConstraints:
-        """Return the policy's constraints on every cut; see `Keep.constraints`."""
-        over_ranks = has_layers and world_size > 1
-        if self.method == "checkpoint":
-            return CutConstraints(lockstep=over_ranks, fills_up=over_ranks, joins_ranks=over_ranks, whole=True)
-        # Filled up, so that a rank without samples has a unit with which it joins the others in every layer.
-        return CutConstraints(fills_up=over_ranks, joins_ranks=over_ranks, every_unit=has_layers)
-
     @property
-    def says(self) -> str:
-        """The policy's effect, in a clause."""
-        how = (
+    def description(self) -> str:
+        """The effect of the policy, as a clause."""
+        method = (
             "micro-batches wait for each other in every BatchNorm layer"
             if self.method == "layerwise"
             else "each rank share is one micro-batch with its blocks checkpointed"
         )
         return (
-            f"the whole effective batch is normalised together, forward and backward: {how}; running statistics are "
-            "updated once"
+            f"the whole effective batch is normalised together, forward and backward: {method}; running statistics "
+            "are updated once"
         )
 
 
 Policy = Keep | Sync | Freeze | Ghost | Exact
 
 
+def constraints_of(policy: Policy, *, has_layers: bool, world_size: int) -> CutConstraints:
+    """Return the constraints of a policy on micro-batches, for a model with or without BatchNorm layers."""
+    over_ranks = has_layers and world_size > 1
+    largest_fitting = _OF_MICRO_BATCH if has_layers else ""
+    match policy:
+        case Keep():
+            return CutConstraints(min_samples=2 if has_layers else 1, largest_fitting=largest_fitting)
+        case Sync():
+            return CutConstraints(
+                lockstep=over_ranks, fills_up=over_ranks, joins_ranks=over_ranks, largest_fitting=largest_fitting
+            )
+        case Freeze():
+            return CutConstraints()
+        case Ghost():
+            return CutConstraints(group=policy.group_size)
+        case Exact(method="checkpoint"):
+            return CutConstraints(lockstep=over_ranks, fills_up=over_ranks, joins_ranks=over_ranks, whole=True)
+        case Exact():
+            # A rank without samples runs fillers, so that it takes part in the collectives of every layer.
+            return CutConstraints(fills_up=over_ranks, joins_ranks=over_ranks, every_unit=has_layers)
+
+
 def policy_of(norms: "Policy | PolicyName | None") -> Policy:
-    """Return a policy by name, or a given policy; `Keep` for None.
+    """Return the policy with a name, a given policy unchanged, and `Keep` for None.
 
     Raises:
         UserError: an unknown name, or the name of a replacement that changes the model's parameters.
@@ -182,8 +167,8 @@ def policy_of(norms: "Policy | PolicyName | None") -> Policy:
         return known[norms]
     if isinstance(norms, str) and norms in _REPLACEMENTS:
         message = (
-            f"{norms=} would make other parameters, which the optimizer would not hold. Replace the layers before it "
-            f"is built: model = anybatch.norms.replaced(model, {norms!r}).model."
+            f"{norms=} would create new parameters that the optimizer does not have. Replace the layers before you "
+            f"build the optimizer: model = anybatch.norms.replaced(model, {norms!r}).model."
         )
         raise UserError(message, code="replaces_layers")
     message = (

@@ -1,13 +1,14 @@
-"""Data parallelism from scratch: replicas, buckets, one all-reduce per bucket and step. Written to be read.
+"""Data parallelism without DDP: replicas, buckets, and one all-reduce per bucket and step.
 
 Every rank runs its share of the effective batch through its own replica. In the last micro-batch's backward, gradients
 become final one after the other, from the last layer to the first. Once all gradients of a bucket are final, its
 all-reduce starts and overlaps with the rest of the backward. Each rank waits for all buckets once, before the update.
 
-A rank that runs out of memory, or fails, serves the remaining buckets with zeros and reports it in the last message, in
-which all ranks also report the parameters they used. So no rank waits forever, and all leave the effective batch.
+A rank that runs out of memory contributes zeros to the remaining buckets and reports the error in the last message, in
+which all ranks also report the parameters they used. So no rank waits forever, and all ranks abort the step.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
@@ -16,14 +17,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from anybatch.core.compatibility import Feature
-from anybatch.errors import UserError
-from anybatch.parallel.agreement import StepAbortedError, StepAgreement, StepFailedError
+from anybatch.parallel.agreement import StepAbortedError, StepAgreement
 from anybatch.parallel.gradient_buckets import GradientBuffers
-from anybatch.parallel.replicas import Initial, align_replicas, layout_of
-from anybatch.parallel.strategy import Abort, Capabilities, Prepared, ReductionObserver, Turn, caller_of, trainable
+from anybatch.parallel.replicas import Initial, align_replicas
+from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, caller_of, trainable
 from anybatch.parallel.world import World
 
-_NOTHING = nullcontext()
+_NULL_CONTEXT = nullcontext()
 
 
 class BucketSums:
@@ -36,8 +36,8 @@ class BucketSums:
         self._overlap = overlap
         self._initial = initial
         self._world = World()
-        self._buffers: GradientBuffers | None = None
-        self._full: list[bool] = []
+        self._gradients = GradientBuffers(())
+        self._is_full: list[bool] = []
         self._started: list[dist.Work] = []
         self._on_reduction: ReductionObserver | None = None
 
@@ -49,33 +49,32 @@ class BucketSums:
         differed = align_replicas(modules, world, self._initial)
         self._world = world
         self._on_reduction = on_reduction
-        self._buffers = GradientBuffers(list(parameters.values()), bucket_bytes=self._bucket_bytes)
+        self._gradients = GradientBuffers(list(parameters.values()), bucket_bytes=self._bucket_bytes)
         return Prepared(
             parameters=parameters,
             call=caller_of(model),
             backward_inputs=tuple(parameters.values()),
             differed=differed,
-            gradient_buffers=self._buffers.flats,
-            layout=layout_of(modules),
+            gradient_buffers=self._gradients.flats,
             abort=self._make_abort,
         )
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
-        """Arm the hooks for the last micro-batch; earlier gradients only accumulate."""
+        """Enable the hooks for the last micro-batch; earlier gradients only accumulate."""
         if turn.last and self._overlap:
             # Unused parameters never trigger their hook: `finish_gradients` starts their buckets.
-            self._full = [False] * len(self._gradients.buckets)
+            self._is_full = [False] * len(self._gradients.buckets)
             self._gradients.call_when_full(self._bucket_is_final)
-        return _NOTHING
+        return _NULL_CONTEXT
 
     def finish_gradients(
-        self, numbers: Float[Tensor, " numbers"]
-    ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
-        """Start the remaining buckets (unused parameters, a rank without samples), then wait for everything once."""
+        self, report_sums: Float[Tensor, " sums"]
+    ) -> tuple[list[torch.Tensor | None], Float[Tensor, " sums"]]:
+        """Start the buckets that hooks have not started (parameters without a gradient), then wait once for all."""
         buffers = self._gradients
         buffers.call_when_full(None)
-        numbers, used = self._finish(StepAgreement(numbers, buffers.used, self._world))
-        return buffers.gradients(used), numbers
+        report_sums, used = self._finish(StepAgreement(report_sums, buffers.used, self._world))
+        return buffers.gradients(used), report_sums
 
     def place_gradients(self) -> None:
         """Make every `.grad` a view of the buckets."""
@@ -84,19 +83,21 @@ class BucketSums:
     def clear_gradients(self) -> None:
         """Set the buckets to zero."""
         self._gradients.call_when_full(None)
+        if self._started and self._world.call_tracker is not None:  # after an error, while others may wait in these
+            self._world.call_tracker.abandon()
         self._started.clear()
         self._gradients.clear()
 
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
-        """All-reduce a small tensor in the data group."""
-        dist.all_reduce(numbers, group=self._world.group)
+        """All-reduce a small tensor in the default group."""
+        dist.all_reduce(numbers)
         return numbers
 
     def close(self) -> None:
         """Remove the hooks."""
         self._gradients.close()
 
-    def _finish(self, agreement: StepAgreement) -> tuple[Float[Tensor, " numbers"], list[bool]]:
+    def _finish(self, agreement: StepAgreement) -> tuple[Float[Tensor, " sums"], list[bool]]:
         """Start the remaining buckets and the last message, and wait for all of them."""
         while len(self._started) < len(self._gradients.buckets):
             self._start_next()
@@ -107,32 +108,26 @@ class BucketSums:
         self._started.clear()
         return agreement.wait()
 
-    def _make_abort(self, numbers: Float[Tensor, " numbers"]) -> Abort:
-        """Return the function for a rank that cannot continue: it sends the remaining buckets as zeros."""
-        agreement = StepAgreement(numbers, self._gradients.used, self._world, aborts=True)
+    def _make_abort(self, report_sums: Float[Tensor, " sums"]) -> Callable[[], None]:
+        """Return the function that a rank calls if it cannot continue; it sends the remaining buckets as zeros."""
+        agreement = StepAgreement(report_sums, self._gradients.used, self._world)
 
-        def abort(*, failed: bool) -> None:
+        def abort() -> None:
             self._gradients.call_when_full(None)
-            self._world.leave_together()
             # Started buckets are sent unchanged: all ranks discard this step's gradients.
             for bucket in self._gradients.buckets[len(self._started) :]:
                 bucket.flat.zero_()
-            agreement.reset_to_abort(failed=failed)
-            with suppress(StepFailedError if failed else StepAbortedError):
+            agreement.reset_to_abort()
+            with suppress(StepAbortedError):
                 self._finish(agreement)
 
         return abort
 
-    @property
-    def _gradients(self) -> GradientBuffers:
-        assert self._buffers is not None, "prepare comes first"
-        return self._buffers
-
     def _bucket_is_final(self, index: int) -> None:
-        self._full[index] = True
+        self._is_full[index] = True
         # Collectives must start in the same order on every rank, regardless of the order in which gradients become
         # final.
-        while len(self._started) < len(self._full) and self._full[len(self._started)]:
+        while len(self._started) < len(self._is_full) and self._is_full[len(self._started)]:
             self._start_next()
 
     def _start_next(self) -> None:
@@ -141,7 +136,7 @@ class BucketSums:
         if self._on_reduction is not None:
             self._on_reduction(index, flat.numel() * flat.itemsize, flat.dtype)
         with self._world.collective():
-            work = dist.all_reduce(flat, group=self._world.group, async_op=True)
+            work = dist.all_reduce(flat, async_op=True)
         assert work is not None
         self._started.append(work)
 
@@ -154,13 +149,9 @@ class AllReduce(BucketSums):
         overlap: start a bucket's reduction as soon as its gradients are final. False is the simplest form: reduce after
             the last backward.
         initial: "broadcast" makes replicas equal with rank 0's values; "verify" raises if they differ.
-        compression: refused, because only `DDP` supports it.
-
-    Raises:
-        UserError: `compression` is set.
     """
 
-    capabilities = Capabilities(name="all_reduce", feature=Feature.ALL_REDUCE, replicas=True, tensor_parallel=True)
+    capabilities = Capabilities(name="all_reduce", feature=Feature.ALL_REDUCE, replicas=True)
 
     def __init__(
         self,
@@ -168,9 +159,5 @@ class AllReduce(BucketSums):
         bucket_bytes: int = 25 * 2**20,
         overlap: bool = True,
         initial: Initial = "broadcast",
-        compression: object = None,
     ) -> None:
-        if compression is not None:
-            message = f"{compression=} is not an option of AllReduce: pass strategies.DDP(compression='bf16')."
-            raise UserError(message)
         super().__init__(bucket_bytes, initial, overlap=overlap)

@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel, changed to sum."""
+"""Strategy "ddp": torch's DistributedDataParallel, with gradients summed instead of averaged."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -16,19 +16,18 @@ from anybatch.core.compatibility import Feature
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch
 from anybatch.errors import CannotRedoError, CompositionError, UserError, WorldError
-from anybatch.parallel.agreement import StepAbortedError, StepAgreement, StepFailedError
-from anybatch.parallel.gradient_buckets import OwnedGradients
+from anybatch.parallel.agreement import StepAbortedError, StepAgreement
+from anybatch.parallel.call_tracker import CallTracker
+from anybatch.parallel.gradient_buckets import FirstGradientCopies
 from anybatch.parallel.replicas import Initial, align_replicas
-from anybatch.parallel.roll_call import RollCall
 from anybatch.parallel.strategy import (
-    Abort,
     Capabilities,
     LossCaller,
     Prepared,
     ReductionObserver,
     Turn,
     trainable,
-    weakly,
+    weak_ref,
 )
 from anybatch.parallel.torch_internals import GradBucket
 from anybatch.parallel.world import World
@@ -45,24 +44,21 @@ _NO_BUFFER_SYNC: dict[str, Any] = (
 class DDP:
     """Replicas reduced by torch's DDP, with a hook that sums instead of averaging.
 
-    The loss function is called *inside* DDP's forward and receives the user's own model, so methods such as
-    `model.encode` take part in the reduction; passing the wrapper instead would let `wrapper.module.encode` train with
-    unreduced gradients and no error.
+    The loss function is called *inside* DDP's forward and receives the user's own model, so the gradients of all its
+    methods, such as `model.encode`, are reduced. If it received the DDP wrapper, `wrapper.module.encode` would train
+    with unreduced gradients, without an error.
 
     Args:
         bucket_bytes: gradient bytes per all-reduce.
         find_unused_parameters: search for parameters that a micro-batch does not use. False is faster, and correct only
             if every micro-batch of every rank uses every parameter.
         initial: "broadcast" makes replicas equal with rank 0's values; "verify" raises if they differ.
-        gradient_as_bucket_view: gradients are views of the buckets from the reduction to the update, which saves a copy
-            of them.
-        static_graph: refused: if a rank's first step has several micro-batches, torch 2.13's reducer crashes under
-            `no_sync`; without `no_sync`, later steps are silently not reduced.
+        gradient_as_bucket_view: gradients are views of the buckets until the update, which avoids a copy.
         compression: "bf16" halves the traffic: an all-reduce in bf16, like torch's `bf16_compress_hook`, which rounds
             each gradient once per rank.
 
     Raises:
-        UserError: `static_graph`, or an unknown compression.
+        UserError: an unknown compression.
     """
 
     capabilities = Capabilities(
@@ -76,16 +72,8 @@ class DDP:
         find_unused_parameters: bool = True,
         initial: Initial = "broadcast",
         gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
         compression: Compression = None,
     ) -> None:
-        if static_graph:
-            message = (
-                "static_graph=True does not compose with accumulation: DDP counts the gradients of its first backward; "
-                "after several micro-batches it crashes (with no_sync) or leaves later steps unreduced (without). "
-                "Leave it out; find_unused_parameters=False is faster if every micro-batch uses every parameter."
-            )
-            raise UserError(message)
         self._gradient_as_bucket_view = gradient_as_bucket_view
         if compression not in ("bf16", None):
             message = f"{compression=} must be 'bf16' (an all-reduce in bf16) or None."
@@ -97,11 +85,11 @@ class DDP:
         self._initial = initial
         self._wrapper: DistributedDataParallel | None = None
         self._parameters: list[nn.Parameter] = []
-        self._owned = OwnedGradients()
+        self._first_copies = FirstGradientCopies()
         self._reduced = False
         self._prepared = False
         self._world = World()
-        self._reductions = _Reductions(weakly(None), None)
+        self._reductions = _Reductions(weak_ref(None), None)
 
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
@@ -112,13 +100,12 @@ class DDP:
             _refuse_float64(parameters)
         differed = align_replicas(modules, world, self._initial)
         self._parameters = list(parameters.values())
-        self._owned = OwnedGradients(self._parameters)
+        self._first_copies = FirstGradientCopies(self._parameters)
         self._world = world
-        self._reductions = _Reductions(weakly(on_reduction), world.roll_call, world.group, self._compression)
+        self._reductions = _Reductions(weak_ref(on_reduction), world.call_tracker, self._compression)
         self._wrapper = DistributedDataParallel(
             LossCaller(modules, model),
-            process_group=world.group,
-            # `align_replicas` has done this, and reports the tensors that differed
+            # `align_replicas` has synchronised the replicas, and reports the tensors that differed
             init_sync=False,
             **_NO_BUFFER_SYNC,
             bucket_cap_mb=max(1, self._bucket_bytes // 2**20),
@@ -143,34 +130,34 @@ class DDP:
         if turn.last:
             return self._reducing()
         assert self._wrapper is not None
-        return self._owned.around(self._wrapper.no_sync())
+        return self._first_copies.around(self._wrapper.no_sync())
 
     def finish_gradients(
-        self, numbers: Float[Tensor, " numbers"]
-    ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
+        self, report_sums: Float[Tensor, " sums"]
+    ) -> tuple[list[torch.Tensor | None], Float[Tensor, " sums"]]:
         """Return the gradients reduced by DDP; a rank without samples joins with zeros first."""
         if not self._reduced:
             self._join_with_zeros()
         # No flags: DDP leaves `.grad` at None for a parameter that no rank has used.
-        agreement = StepAgreement(numbers, (), self._world)
+        agreement = StepAgreement(report_sums, (), self._world)
         agreement.start()
-        numbers, _ = agreement.wait()
-        return [parameter.grad for parameter in self._parameters], numbers
+        report_sums, _ = agreement.wait()
+        return [parameter.grad for parameter in self._parameters], report_sums
 
     def place_gradients(self) -> None:
-        """Set every `.grad` to None; DDP copies its buckets there."""
+        """Set every `.grad` to None; DDP writes the reduced gradients to it."""
         self.clear_gradients()
 
     def clear_gradients(self) -> None:
         """Set every `.grad` to None."""
         self._reduced = self._prepared = False
-        self._owned.pending = self._owned.parameters
+        self._first_copies.pending = self._first_copies.parameters
         for parameter in self._parameters:
             parameter.grad = None
 
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
-        """All-reduce a small tensor in the data group."""
-        dist.all_reduce(numbers, group=self._world.group)
+        """All-reduce a small tensor in the default group."""
+        dist.all_reduce(numbers)
         return numbers
 
     def close(self) -> None:
@@ -185,8 +172,8 @@ class DDP:
         except RuntimeError as error:
             if self._reductions.error is not None:
                 raise self._reductions.error from None
-            if self._reductions.broken and self._world.roll_call is not None:
-                raise self._world.roll_call.cause_of(error) from error
+            if self._reductions.broken and self._world.call_tracker is not None:
+                raise self._world.call_tracker.cause_of(error) from error
             raise
         finally:
             self._reductions.error = None
@@ -198,27 +185,26 @@ class DDP:
         self._prepared = self._reduced  # the forward has prepared a reduction, which only its backward can finish
         return output
 
-    def _make_abort(self, numbers: Float[Tensor, " numbers"]) -> Abort:
-        """Return the function for a rank that cannot continue: it joins with zeros, unless a reduction is prepared.
+    def _make_abort(self, report_sums: Float[Tensor, " sums"]) -> Callable[[], None]:
+        """Return the function that a rank calls if it cannot continue; it sends zeros if no reduction is prepared.
 
         DDP cannot end a reduction whose backward has failed: its reducer refuses the next one, and does not report the
         remaining buckets.
         """
-        agreement = StepAgreement(numbers, (), self._world, aborts=True)
+        agreement = StepAgreement(report_sums, (), self._world)
 
-        def abort(*, failed: bool) -> None:
+        def abort() -> None:
             if self._prepared:
                 message = (
-                    "strategy 'ddp' cannot leave the backward in which gradients are reduced, in a rank's last "
+                    "strategy 'ddp' cannot abort the backward in which gradients are reduced, in a rank's last "
                     "micro-batch (strategy='all_reduce' can)"
                 )
-                raise CannotRedoError(message, rank=self._world.process)
-            self._world.leave_together()
-            agreement.reset_to_abort(failed=failed)
+                raise CannotRedoError(message, rank=self._world.rank)
+            agreement.reset_to_abort()
             self._reduced = True
             self._join_with_zeros()
             agreement.start()
-            with suppress(StepFailedError if failed else StepAbortedError):
+            with suppress(StepAbortedError):
                 agreement.wait()
 
         return abort
@@ -235,25 +221,24 @@ class DDP:
 class _Reductions:
     """The observer of reductions, and the error of a failed one: DDP does not preserve exception types.
 
-    DDP's reducer hides it from the garbage collector, so it must not hold a world, whose process group would stay
-    alive.
+    DDP's reducer hides this object from the garbage collector, so it must not reference a world, whose process group
+    would stay alive.
     """
 
     on_reduction: Callable[[], ReductionObserver | None]
-    roll_call: RollCall | None
-    group: "dist.ProcessGroup | None" = None
+    call_tracker: CallTracker | None
     compression: Compression = None
     broken: bool = False
     error: WorldError | None = None
     started: "list[tuple[dist.Work, Callable[[], Tensor], torch.futures.Future[Tensor]]]" = field(default_factory=list)
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a collective; on a CPU also check for ranks that will not come."""
-        if self.roll_call is None:
+        """Wait for a collective; on a CPU also check for ranks that will not join in."""
+        if self.call_tracker is None:
             work.wait()
             return
         try:
-            self.roll_call.wait(work)
+            self.call_tracker.wait(work)
         except WorldError as error:
             self.error = error
             raise
@@ -265,14 +250,14 @@ class _Reductions:
 
         A callback would run in a gloo thread: if the collective fails while the interpreter exits, that thread cannot
         acquire the interpreter's lock, and aborts the process. DDP would wait for the buckets next anyway, but without
-        checking for ranks that will not come.
+        checking for ranks that will not join in.
         """
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self.started.append((work, finish, future))
         if is_last:
             started, self.started = self.started, []
-            for each, finish_bucket, result in started:
-                self.wait(each)
+            for pending, finish_bucket, result in started:
+                self.wait(pending)
                 result.set_result(finish_bucket())
         return future
 
@@ -292,12 +277,11 @@ def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Fu
 
     flat = bucket.buffer()
     on_reduction, on_cpu = reductions.on_reduction(), flat.device.type == "cpu"
-    group = reductions.group
-    sent = flat.bfloat16() if reductions.compression and dist.get_world_size(group) > 1 else flat
+    sent = flat.bfloat16() if reductions.compression and dist.get_world_size() > 1 else flat
     # DDP's default hook would divide by the number of ranks; the engine divides once, by the count of the whole batch.
     if on_reduction is not None:
         on_reduction(bucket.index(), sent.numel() * sent.itemsize, sent.dtype)
-    work = dist.all_reduce(sent, group=group, async_op=True)
+    work = dist.all_reduce(sent, async_op=True)
     assert work is not None
     if on_cpu:
         return reductions.finish_later(work, finish, is_last=bucket.is_last())
@@ -307,12 +291,12 @@ def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Fu
 
 
 def _refuse_float64(parameters: dict[str, nn.Parameter]) -> None:
-    """Raise a `CompositionError` for float64 gradients, whose precision a bf16 message would waste."""
+    """Raise a `CompositionError` for float64 gradients, which a bf16 message would round to 8 significant bits."""
     for name, parameter in parameters.items():
         if parameter.dtype == torch.float64:
             message = (
-                f"compression='bf16' does not compose with float64 parameters ({name!r} is one): their gradients have "
-                "53 significant bits, and a message in bf16 keeps 8 of them. Leave compression out, or use float32 "
+                f"compression='bf16' does not support float64 parameters ({name!r} is one): their gradients have 53 "
+                "significant bits, and a message in bf16 keeps 8 of them. Leave compression out, or use float32 "
                 "parameters."
             )
             raise CompositionError(message)

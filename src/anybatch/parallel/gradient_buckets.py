@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from anybatch.core.tensors import accumulation_dtype, is_low_precision
-from anybatch.parallel.local_parts import local_part, with_local_part
+from anybatch.parallel.dtensors import local_part
 from anybatch.parallel.torch_internals import num_storage_users
 
 
 def gradient_bytes(parameters: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of one copy of the gradients of parameters, in their accumulation dtype."""
+    """Return the bytes of the gradients of `parameters` on this rank, in their accumulation dtypes."""
     return sum(local_part(parameter).numel() * accumulation_dtype(parameter).itemsize for parameter in parameters)
 
 
@@ -32,20 +32,15 @@ class GradientBuffers:
 
     From `place` to `clear` the `.grad` of a float32 or float64 parameter is a view of a bucket, so autograd itself adds
     into it. A bf16 or fp16 parameter's gradient is added to its float32 view as soon as autograd has computed it, and
-    freed. Outside of that time `.grad` is None, and a backward outside the engine does not reach the buckets.
-
-    Buckets are filled in reverse parameter order, roughly the order in which a backward computes gradients.
-
-    A `DTensor`'s gradient is a `DTensor` with its layout, whose local part is the view: gradients with another layout,
-    such as partial sums of sequence-parallel layers, are converted as they are added.
+    then freed. At other times a backward does not change the buckets.
 
     A bucket is closed once it reaches `bucket_bytes`, and a parameter is never split; None: one bucket per device and
-    dtype. `used` is by parameter: whether a backward has computed a gradient for it since the last `clear`.
+    dtype. `used[i]`: whether a backward has computed a gradient for parameter i since the last `clear`.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, bucket_bytes: int | None = None) -> None:
         self._parameters = tuple(parameters)
-        self._low = tuple(is_low_precision(parameter) for parameter in self._parameters)
+        self._is_low = tuple(is_low_precision(parameter) for parameter in self._parameters)
         self.used = [False] * len(self._parameters)
         self._is_placed = False
         self._views: list[torch.Tensor] = [torch.empty(0)] * len(self._parameters)
@@ -67,18 +62,14 @@ class GradientBuffers:
         return tuple(bucket.flat for bucket in self.buckets)
 
     def call_when_full(self, on_bucket: Callable[[int], None] | None) -> None:
-        """Call a function with each bucket's index when all of its gradients are final; None stops these calls.
-
-        The gradient of an unused parameter never arrives, so its bucket gets no call. Autograd calls the function
-        from its own threads, one call at a time.
-        """
+        """Call a function with each bucket's index when all of its gradients have arrived; None stops these calls."""
         self._missing[:] = [len(bucket.members) for bucket in self.buckets]
         self._on_bucket = on_bucket
 
     def place(self) -> None:
         """Give every parameter its view, replacing `.grad`; gradients accumulate in the buckets from now on."""
         self._is_placed = True
-        for parameter, view, low in zip(self._parameters, self._views, self._low, strict=True):
+        for parameter, view, low in zip(self._parameters, self._views, self._is_low, strict=True):
             # Autograd adds into an existing `.grad`; a bf16 one would accumulate in bf16.
             parameter.grad = None if low else view
 
@@ -131,11 +122,11 @@ class GradientBuffers:
             parameter.grad = None
             mark_used(parameter)
 
-        return add_widened if self._low[number] else mark_used
+        return add_widened if self._is_low[number] else mark_used
 
     def _make_bucket(self, members: tuple[int, ...]) -> Bucket:
         first = self._parameters[members[0]]
-        parts = [local_part(self._parameters[number]) for number in members]
+        parts = [self._parameters[number] for number in members]
         total = sum(part.numel() for part in parts)
         flat = torch.zeros(total, dtype=accumulation_dtype(first), device=first.device)
         offset = 0
@@ -144,52 +135,52 @@ class GradientBuffers:
             # The view uses the parameter's strides if these are dense (channels-last weights, say), so that autograd
             # adds equal layouts; `empty_like` computes these strides.
             strides = torch.empty_like(part, device="meta").stride()
-            view = piece.as_strided(part.size(), strides)
-            self._views[number] = with_local_part(view, self._parameters[number])
+            self._views[number] = piece.as_strided(part.size(), strides)
             offset += part.numel()
         return Bucket(flat, members)
 
 
 def _bucket_members(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[tuple[int, ...]]:
-    """Group parameter indices, last parameter first, into buckets of one device and accumulation dtype each."""
+    """Group parameter indices into buckets of one device and accumulation dtype each.
+
+    In reverse parameter order, roughly the order in which a backward computes gradients.
+    """
     open_buckets: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    held_bytes: dict[tuple[torch.device, torch.dtype], int] = {}
+    open_bytes: dict[tuple[torch.device, torch.dtype], int] = {}
     closed: list[tuple[int, ...]] = []
     # Depends on the parameters alone, because all ranks must make the same buckets in the same order.
     for number in reversed(range(len(parameters))):
         parameter = parameters[number]
         kind = (parameter.device, accumulation_dtype(parameter))
         open_buckets.setdefault(kind, []).append(number)
-        held_bytes[kind] = held_bytes.get(kind, 0) + local_part(parameter).numel() * kind[1].itemsize
-        if held_bytes[kind] >= bucket_bytes:
+        open_bytes[kind] = open_bytes.get(kind, 0) + parameter.numel() * kind[1].itemsize
+        if open_bytes[kind] >= bucket_bytes:
             closed.append(tuple(open_buckets.pop(kind)))
-            del held_bytes[kind]
+            del open_bytes[kind]
     return closed + [tuple(members) for members in open_buckets.values()]
 
 
-_NOTHING = nullcontext()
+_NULL_CONTEXT = nullcontext()
 
 
-class OwnedGradients:
-    """Copies each parameter's first gradient of an effective batch, after the backward that produced it.
+class FirstGradientCopies:
+    """Context that copies the first gradient of each parameter, around every micro-batch of a step but the last.
 
     If `.grad` is None, autograd installs the new gradient without a copy. A captured graph
     (`torch.compile(mode="reduce-overhead")`, `torch.cuda.make_graphed_callables`) returns gradients in static buffers,
     so its next backward would overwrite the accumulated gradient. Later gradients are added in place, and are safe. On
-    a CPU, where copying costs as much as a small backward, a gradient whose memory nothing else references is kept.
+    a CPU, where copying costs as much as a small backward, a gradient is not copied if nothing else uses its memory.
 
-    Enter it around the forward and backward of every micro-batch but the last, after which no backward follows.
-    `parameters` are the tensors whose gradients accumulate in `.grad`; set `pending` to them before each effective
-    batch, whose gradients are all None.
+    Before each effective batch, set all gradients to None, and `pending` to `parameters`.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor] = ()) -> None:
         self.parameters = parameters
         self.pending = parameters
-        self._around: AbstractContextManager[object] = _NOTHING
+        self._around: AbstractContextManager[object] = _NULL_CONTEXT
 
-    def around(self, context: AbstractContextManager[object]) -> "OwnedGradients":
-        """Enter another context too, around a micro-batch."""
+    def around(self, context: AbstractContextManager[object]) -> "FirstGradientCopies":
+        """Return this context, changed to enter and leave `context` too."""
         self._around = context
         return self
 

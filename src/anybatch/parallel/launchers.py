@@ -32,9 +32,9 @@ _MPI = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A launcher's description of this process, among all processes and among those of its host.
+    """A launcher's description of this process: its rank among all processes and among the processes of its host.
 
-    `local_size` counts those that share the accelerators it sees; `init_method` is for torch's `init_process_group`.
+    `local_size`: processes that share the accelerators of this one; `init_method`: for torch's `init_process_group`.
     """
 
     rank: int
@@ -48,20 +48,20 @@ def find_launch(*, joined: bool = False) -> Launch | None:
     """Return the launcher's description of this process; None without a launcher.
 
     RANK and WORLD_SIZE, which torchrun and Kubernetes operators set, take precedence over the variables of srun and
-    mpirun, which are used only if they have started several processes. If the processes have `joined` already, only
-    their local ranks are needed. Variables that contradict each other, or lack a rendezvous, raise a `WorldError`.
+    mpirun, which are used only if they have started several processes. If the processes have `joined` a process group
+    already, only local ranks are needed. Contradicting variables, or no rendezvous address, raise a `WorldError`.
     """
-    found = os.environ
-    if "RANK" in found or "WORLD_SIZE" in found:
-        return _of_torch(found, joined=joined)
-    return _of_slurm(found) or _of_mpi(found, joined=joined)
+    variables = os.environ
+    if "RANK" in variables or "WORLD_SIZE" in variables:
+        return _of_torch(variables, joined=joined)
+    return _of_slurm(variables) or _of_mpi(variables, joined=joined)
 
 
 def launch_id() -> str | None:
     """Return the launcher's name for this job, stable over restarts; None if it has none."""
-    named = os.environ.get("TORCHELASTIC_RUN_ID")
-    if named not in (None, "none"):  # torchrun's default without --rdzv-id
-        return named
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id not in (None, "none"):  # torchrun's default without --rdzv-id
+        return run_id
     job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
     # A requeued job keeps its number, and numbers its steps (its calls of srun) from 0 again.
     return None if job is None or step is None else f"{job}.{step}"
@@ -78,14 +78,19 @@ def max_restarts() -> int:
 
 
 def set_launch_variables(rank: int, size: int, init_method: str | None = None) -> None:
-    """Set torchrun's variables in this process, for a rank or a judged loop that anybatch starts on this machine.
+    """Set torchrun's variables in this process: for a rank on this machine, or for the loop of `check --loop`.
 
-    `init_method` is the ranks' rendezvous; None for a process whose group exists already.
+    `init_method` is the rendezvous of the ranks; None if the process group exists already.
     """
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_FIRST_PORT))
     if init_method is not None:
         os.environ[_INIT_METHOD] = init_method
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use; in a container it can be below the machine's number."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def listen_at_loopback() -> None:
@@ -127,7 +132,7 @@ def _of_torch(found: Mapping[str, str], *, joined: bool) -> Launch:
 
 
 def _of_slurm(found: Mapping[str, str]) -> Launch | None:
-    """Return srun's description; None outside of srun, as in a batch script, which has some of the variables too."""
+    """Return srun's description; None outside of srun: a batch script has only some of its variables."""
     size = int(found.get("SLURM_STEP_NUM_TASKS", "1"))
     if size == 1 or "SLURM_PROCID" not in found:
         return None
@@ -136,12 +141,12 @@ def _of_slurm(found: Mapping[str, str]) -> Launch | None:
     number = 31 * int(found["SLURM_JOB_ID"]) + int(found["SLURM_STEP_ID"])
     port = found.get("MASTER_PORT") or str(_FIRST_PORT + number % _NUM_PORTS)
     # A task with dedicated GPUs sees no others.
-    alone = "SLURM_GPUS_PER_TASK" in found
+    own_gpus = "SLURM_GPUS_PER_TASK" in found
     return Launch(
         rank=int(found["SLURM_PROCID"]),
         size=size,
         local_rank=int(found["SLURM_LOCALID"]),
-        local_size=1 if alone else _tasks_here(found["SLURM_STEP_TASKS_PER_NODE"], int(found["SLURM_NODEID"])),
+        local_size=1 if own_gpus else _tasks_on_node(found["SLURM_STEP_TASKS_PER_NODE"], int(found["SLURM_NODEID"])),
         init_method=f"tcp://{address}:{port}",
     )
 
@@ -153,13 +158,13 @@ def _first_node(nodes: str) -> str:
     return "".join(part or "" for part in match.groups())
 
 
-def _tasks_here(counts: str, node: int) -> int:
+def _tasks_on_node(counts: str, node: int) -> int:
     """Return the number of tasks on a node: 2 for node 1 of `4,2(x3)`."""
-    of_each: list[int] = []
+    counts_by_node: list[int] = []
     for part in counts.split(","):
         count, _, times = part.partition("(x")
-        of_each += [int(count)] * int(times.rstrip(")") or "1")
-    return of_each[node]
+        counts_by_node += [int(count)] * int(times.rstrip(")") or "1")
+    return counts_by_node[node]
 
 
 def _of_mpi(found: Mapping[str, str], *, joined: bool) -> Launch | None:
@@ -185,13 +190,13 @@ def _of_mpi(found: Mapping[str, str], *, joined: bool) -> Launch | None:
 
 
 _FOLDER = "ANYBATCH_FORK_SERVER_FOLDER"
-_LONGEST_FOLDER = 70  # multiprocessing adds 32 bytes for a Unix socket, whose path may have 107 (unix(7)), 103 on macOS
+_MAX_TEMP_PATH = 70  # bytes: multiprocessing adds 32 for a Unix socket, whose path may have 107 (unix(7)), 103 on macOS
 
 
 def rank_context(*preload: str) -> ForkServerContext | SpawnContext:
-    """Return the context that starts ranks, if safe as forks of a server that has only imported the modules `preload`.
+    """Return the multiprocessing context for ranks: forks of a server that has only imported the modules `preload`.
 
-    On systems other than Linux, forking a process that has imported torch is not safe, so each rank imports torch.
+    On systems other than Linux, forking after an import of torch is not safe, so ranks are new processes.
     """
     _choose_temporary_folder()
     if sys.platform != "linux":
@@ -207,7 +212,7 @@ def start_fork_server(*preload: str) -> ForkServerContext | SpawnContext:
     The server ends after this process and all ranks. Ctrl-C only reaches the launcher.
     """
     if sys.platform == "linux":
-        resource_tracker.ensure_running()  # first: a launcher killed before its server exists leaves the folder
+        resource_tracker.ensure_running()  # first: a launcher killed before its server runs leaves its folder
     context = rank_context(__name__, *preload)
     if isinstance(context, ForkServerContext):
         former = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by ranks
@@ -221,11 +226,11 @@ def start_fork_server(*preload: str) -> ForkServerContext | SpawnContext:
 
 
 def _choose_temporary_folder() -> None:
-    """Let multiprocessing use /tmp where TMPDIR is too long for the sockets it puts there.
+    """Let multiprocessing use /tmp if the path of TMPDIR is too long for its sockets.
 
-    Python does so itself from 3.14 on; before, every process start fails with "AF_UNIX path too long".
+    Python does this from 3.14 on; in earlier versions every process start fails with "AF_UNIX path too long".
     """
-    if os.name == "posix" and len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER and os.access("/tmp", os.W_OK):  # noqa: S108
+    if os.name == "posix" and len(os.fsencode(tempfile.gettempdir())) > _MAX_TEMP_PATH and os.access("/tmp", os.W_OK):  # noqa: S108
         chosen = tempfile.tempdir
         tempfile.tempdir = "/tmp"  # noqa: S108 (mkdtemp makes a private folder in it)
         try:

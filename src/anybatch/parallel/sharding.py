@@ -1,29 +1,28 @@
-"""The parts of `fsdp`: groups of modules and the form of their shards, collectives, and refused losses."""
+"""Helpers of strategy "fsdp": groups of modules to shard, dtypes of shards, collectives, and refused losses."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.overrides import TorchFunctionMode
 
 from anybatch.core.tensors import repeated_blocks
 from anybatch.core.tree import tensors_of
 from anybatch.errors import LossError, ParameterError
-from anybatch.parallel.roll_call import RollCall
+from anybatch.parallel.call_tracker import CallTracker
 from anybatch.parallel.strategy import ReductionObserver
-from anybatch.parallel.torch_internals import carry_over, sharded_group
+from anybatch.parallel.torch_internals import copy_attributes, sharded_group
 from anybatch.parallel.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """The form of weights, gradients and shards under FSDP2.
+    """The dtypes and the memory of weights, gradients and shards under FSDP2.
 
     Attributes:
         reshard_after_forward: blocks free gathered weights after their forward, and gather them again in the backward.
@@ -45,7 +44,7 @@ class Sharding:
         return self.reduce_dtype or (None if self.param_dtype is None else torch.float32)
 
     def policy(self, *, outermost: bool) -> MixedPrecisionPolicy:
-        """Return FSDP2's policy for a module; the outputs of the outermost ones are the inputs of the loss."""
+        """Return FSDP2's policy for a module; an outermost module returns float32, as its outputs go to the loss."""
         wide = torch.float32 if outermost and self.param_dtype is not None else None
         return MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.sum_dtype, output_dtype=wide)
 
@@ -62,17 +61,16 @@ class ShardingGroup:
     outermost: bool
 
 
+def sharded_modules(modules: nn.Module) -> list[FSDPModule]:
+    """Return all modules that `fully_shard` was called on, outer ones first."""
+    sharded: list[Any] = [module for module in modules.modules() if isinstance(module, FSDPModule)]
+    return sharded
+
+
 def refuse_other_sharding(modules: nn.Module, world: World) -> None:
-    """Raise a `ParameterError` for an already sharded model whose meshes do not sum over all ranks."""
-    groups = [
-        group
-        for module in modules.modules()
-        if isinstance(module, FSDPModule)
-        for group in [sharded_group(cast("nn.Module", module))]
-        if group is not None
-    ]
-    mesh_of = {id(shard): group.mesh for group in groups for shard in group.shards}
-    along = sorted(world.data_groups[world.data_group])
+    """Raise a `ParameterError` if a part of an already sharded model is not sharded over all ranks."""
+    groups = [sharded_group(module) for module in sharded_modules(modules)]
+    mesh_of = {id(shard): group.mesh for group in groups if group is not None for shard in group.shards}
     for name, parameter in modules.named_parameters():
         if parameter.dim() and id(parameter) not in mesh_of:
             message = (
@@ -83,12 +81,10 @@ def refuse_other_sharding(modules: nn.Module, world: World) -> None:
         if id(parameter) not in mesh_of:
             continue
         ranks = sorted(mesh_of[id(parameter)].mesh.flatten().tolist())
-        if ranks != along:
+        if ranks != list(range(world.size)):
             message = (
-                f"parameter {name!r} is sharded over {len(ranks)} ranks, and there are {len(along)}: {ranks}, where "
-                f"batches are dealt to {along}. Gradients have to be summed over just these. Shard over a mesh of all "
-                "ranks, or, for a model that several processes run together, tell the engine which dimension batches "
-                "are dealt over: Engine(..., world=ab.World.of_mesh(mesh['dp']))."
+                f"parameter {name!r} is sharded over ranks {ranks}, but there are {world.size} ranks, whose gradients "
+                "have to be summed. Shard over a mesh of all ranks."
             )
             raise ParameterError(message)
 
@@ -113,13 +109,13 @@ def refuse_unshardable(modules: nn.Module) -> None:
             raise ParameterError(message)
 
 
-def outermost_modules(modules: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost modules that have a forward, by name; containers have none."""
+def _outermost_modules(modules: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost modules that have a forward, by name; module lists and dicts have none."""
     if isinstance(modules, (nn.ModuleDict, nn.ModuleList)):
         return {
-            f"{name}.{inner}".rstrip("."): found
+            f"{name}.{inner}".rstrip("."): module
             for name, child in modules.named_children()
-            for inner, found in outermost_modules(child).items()
+            for inner, module in _outermost_modules(child).items()
         }
     return {"": modules}
 
@@ -127,18 +123,13 @@ def outermost_modules(modules: nn.Module) -> dict[str, nn.Module]:
 def sharding_groups(modules: nn.Module) -> tuple[ShardingGroup, ...]:
     """Return the modules to shard separately: the repeated blocks, then the modules around them with the rest.
 
-    A block with a parameter that is also used outside of it is left to the module around it: otherwise each group would
-    make a separate copy of the parameter.
-
-    Raises:
-        ParameterError: parameters of one group have several dtypes, or one is shared by modules without a common parent
-            group.
+    A block that shares a parameter with other modules is left to the module around it: otherwise each group would train
+    a separate copy of it. Refuse several dtypes in a group, and parameters that would be copied anyway.
     """
-    every = _uses(modules)
-    groups = []
-    for prefix, outer in outermost_modules(modules).items():
-        own = _uses(outer)
-        shared = [name for name, p in outer.named_parameters() if own[id(p)] < every[id(p)]]
+    all_uses, groups = _uses(modules), []
+    for prefix, outer in _outermost_modules(modules).items():
+        outer_uses = _uses(outer)
+        shared = [name for name, p in outer.named_parameters() if outer_uses[id(p)] < all_uses[id(p)]]
         if shared:
             message = (
                 f"parameter {shared[0]!r} belongs to {prefix!r} and to another of the given modules: FSDP2 would shard "
@@ -146,28 +137,26 @@ def sharding_groups(modules: nn.Module) -> tuple[ShardingGroup, ...]:
             )
             raise ParameterError(message)
         # A module that occurs twice in a list is used twice, and so left out as well.
-        alone = {
+        blocks = {
             f"{prefix}.{row.path}.{name}".strip("."): block
             for row in repeated_blocks(outer)
             for name, block in zip(row.names, row.modules, strict=True)
-            if all(num == every[key] for key, num in _uses(block).items())
+            if all(num == all_uses[key] for key, num in _uses(block).items())
         }
-        groups += [ShardingGroup(name, block, outermost=False) for name, block in alone.items()]
+        groups += [ShardingGroup(name, block, outermost=False) for name, block in blocks.items()]
         if any(True for _ in outer.parameters()):
             groups.append(ShardingGroup(prefix, outer, outermost=True))
     _refuse_mixed_types(groups)
     return tuple(groups)
 
 
-def shard(groups: Iterable[ShardingGroup], mesh: DeviceMesh, sharding: Sharding) -> None:
+def shard(groups: Sequence[ShardingGroup], mesh: DeviceMesh, sharding: Sharding) -> None:
     """Shard modules in place, inner ones first; parameters move to the mesh's device.
 
-    Shards get the attributes and hooks of their parameters. Parameters without axes cannot be sharded: each rank keeps
-    them whole. The mesh has one axis, or two: replicas, and shards within each.
+    Shards get the attributes and hooks of their parameters. The mesh has one axis, or two: replicas, and their shards.
     """
-    groups = tuple(groups)
     before = [dict(group.module.named_parameters(remove_duplicate=False)) for group in groups]
-    # On a CPU they are in host memory already, and pinning needs an accelerator.
+    # On a CPU shards are in host memory already, and pinning needs an accelerator.
     offloads = sharding.cpu_offload and mesh.device_type != "cpu"
     for group in groups:
         fully_shard(
@@ -182,25 +171,25 @@ def shard(groups: Iterable[ShardingGroup], mesh: DeviceMesh, sharding: Sharding)
         shards = dict(group.module.named_parameters(remove_duplicate=False))
         for name, parameter in parameters.items():
             if shards[name] is not parameter:
-                carry_over(parameter, shards[name], hooks=True)
+                copy_attributes(parameter, shards[name], hooks=True)
 
 
 def whole_parameters(modules: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that are not sharded: the ones without axes."""
+    """Return the parameters that FSDP2 does not shard: scalars (0-dim)."""
     return [parameter for parameter in modules.parameters() if parameter.dim() == 0]
 
 
 def _uses(modules: nn.Module) -> Counter[int]:
-    """Return how often each parameter is registered."""
+    """Return how often each parameter is registered, by its id."""
     return Counter(id(parameter) for _, parameter in modules.named_parameters(remove_duplicate=False))
 
 
 def _refuse_mixed_types(groups: Sequence[ShardingGroup]) -> None:
-    taken: set[int] = set()
+    seen: set[int] = set()
     for group in groups:
-        own = {n: p for n, p in group.module.named_parameters() if id(p) not in taken and p.dim() > 0}
-        taken |= {id(parameter) for parameter in own.values()}
-        types = {parameter.dtype: name for name, parameter in own.items() if parameter.requires_grad}
+        new = {n: p for n, p in group.module.named_parameters() if id(p) not in seen and p.dim() > 0}
+        seen |= {id(parameter) for parameter in new.values()}
+        types = {parameter.dtype: name for name, parameter in new.items() if parameter.requires_grad}
         if len(types) > 1:
             listed = ", ".join(f"{name!r} is {dtype}" for dtype, name in types.items())
             message = (
@@ -211,74 +200,51 @@ def _refuse_mixed_types(groups: Sequence[ShardingGroup]) -> None:
             raise ParameterError(message)
 
 
-_SHARDS_IN_LOSS = (
-    "the loss function uses parameter {!r} outside of its block under strategy 'fsdp', where each rank holds a shard: "
-    "weights of a block are gathered only while the block runs. Compute this term in the forward of the block and "
-    "return it, or use strategy='zero1', which keeps whole weights on every rank."
-)
-_VIEWS = (torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH)
+def refuse_shards(name: str, cause: Exception | None = None) -> NoReturn:
+    """Raise a `LossError` for a loss that computes with a shard."""
+    message = (
+        f"the loss function uses {name} outside of its block under strategy 'fsdp', where each rank holds a shard: "
+        "weights of a block are gathered only while the block runs. Compute this term in the forward of the block and "
+        "return it, or use strategy='zero1', which keeps whole weights on every rank."
+    )
+    raise LossError(message) from cause
 
 
 def refuse_gradient_of(name: str) -> Callable[[object], None]:
-    """Return an autograd hook for a shard that a loss has used directly: its gradient would not be summed."""
+    """Return an autograd hook that refuses a loss with direct use of a shard, whose gradient would not be summed."""
 
     def refuse(_: object) -> None:
-        raise LossError(_SHARDS_IN_LOSS.format(name))
+        refuse_shards(f"parameter {name!r}")
 
     return refuse
 
 
-class ShardWatch(TorchFunctionMode):
-    """Refuses operations on shards, before torch raises an unclear error or computes with parts of weights.
-
-    `names` are the trainable parameters, by the id of their shard.
-    """
-
-    def __init__(self, names: Mapping[int, str]) -> None:
-        super().__init__()
-        self._names = names
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 (the operation's result)
-        """Run an operation unless it computes with a shard."""
-        if getattr(func, "__name__", "") not in {"__get__", "__set__"} or getattr(func, "__self__", None) in _VIEWS:
-            for one in args:
-                if id(one) in self._names:
-                    raise LossError(_SHARDS_IN_LOSS.format(self._names[id(one)]))
-        return func(*args, **(kwargs or {}))
-
-
 class BackwardInLoss:
-    """Notices a backward through a sharded module inside the loss function: it frees weights that are needed again."""
+    """Detects a backward through a sharded module in the loss function, which frees weights that are needed again."""
 
     def __init__(self) -> None:
-        self._runs = False
-        self._found = False
+        self._is_in_loss = False
+        self._has_run = False
 
     def begin(self) -> None:
         """Begin a call of the loss function."""
-        self._runs, self._found = True, False
+        self._is_in_loss, self._has_run = True, False
 
     def ended(self) -> bool:
         """End the call; return whether a backward has started in it."""
-        self._runs = False
-        return self._found
+        self._is_in_loss = False
+        return self._has_run
 
     def mark(self, module: nn.Module, args: object, output: Any) -> None:  # noqa: ANN401, ARG002 (a forward hook)
         """Watch the outputs of a sharded module; a forward hook."""
-        if not self._runs or torch.compiler.is_compiling():
+        if not self._is_in_loss or torch.compiler.is_compiling():
             return
         for tensor in tensors_of(output):
             if tensor.requires_grad:
-                tensor.register_hook(self._note)
+                tensor.register_hook(self._record)
 
-    def _note(self, gradient: object) -> None:  # noqa: ARG002 (a hook's signature)
-        self._found = self._found or self._runs
+    def _record(self, gradient: object) -> None:  # noqa: ARG002 (a hook's signature)
+        self._has_run = self._has_run or self._is_in_loss
 
 
 # Renamed in torch 2.13, where the old names warn.
@@ -295,13 +261,10 @@ class _Memory:
 
 
 class AllGather(_Memory):
-    """Gathers the weights of a group of parameters.
+    """Gathers the weights of a group of parameters; `call_tracker` waits for them, or torch if it is None."""
 
-    `roll_call` checks for failed ranks while this one waits; None for accelerators, where torch waits.
-    """
-
-    def __init__(self, roll_call: RollCall | None) -> None:
-        self._roll_call = roll_call
+    def __init__(self, call_tracker: CallTracker | None) -> None:
+        self._call_tracker = call_tracker
 
     def __call__(
         self,
@@ -311,26 +274,23 @@ class AllGather(_Memory):
         async_op: bool = False,  # noqa: FBT001, FBT002 (torch's protocol)
     ) -> dist.Work | None:
         """Gather the shards of all ranks of the group."""
-        is_watched = self._roll_call is not None and not async_op
+        is_watched = self._call_tracker is not None and not async_op
         work: dist.Work | None = getattr(dist, _ALL_GATHER)(
             output_tensor, input_tensor, group=group, async_op=async_op or is_watched
         )
-        if self._roll_call is None or async_op or work is None:
+        if self._call_tracker is None or async_op or work is None:
             return work
-        self._roll_call.wait(work)
+        self._call_tracker.wait(work)
         return None
 
 
 class ReduceScatter(_Memory):
-    """Sums the gradients of a group of parameters; each rank keeps its shard.
-
-    `roll_call` as for `AllGather`; `on_reduction` is a function () -> the observer, or None; `number` is the group's.
-    """
+    """Sums the gradients of group `number` over ranks; each rank keeps its shard."""
 
     def __init__(
-        self, roll_call: RollCall | None, on_reduction: Callable[[], ReductionObserver | None], number: int
+        self, call_tracker: CallTracker | None, on_reduction: Callable[[], ReductionObserver | None], number: int
     ) -> None:
-        self._roll_call = roll_call
+        self._call_tracker = call_tracker
         self._on_reduction = on_reduction
         self._number = number
 
@@ -347,7 +307,7 @@ class ReduceScatter(_Memory):
         if on_reduction is not None:
             num_bytes = input_tensor.numel() * input_tensor.itemsize
             on_reduction(self._number, num_bytes, input_tensor.dtype, "reduce_scatter")
-        if self._roll_call is None or async_op:
+        if self._call_tracker is None or async_op:
             started: dist.Work | None = getattr(dist, _REDUCE_SCATTER)(
                 output_tensor, input_tensor, op=op, group=group, async_op=async_op
             )
@@ -355,6 +315,6 @@ class ReduceScatter(_Memory):
         # Gloo's reduce_scatter is an all-reduce of a copy too, but ignores the timeout.
         work = dist.all_reduce(input_tensor, op=op, group=group, async_op=True)
         assert work is not None
-        self._roll_call.wait(work)
+        self._call_tracker.wait(work)
         output_tensor.copy_(input_tensor.narrow(0, group.rank() * len(output_tensor), len(output_tensor)))
         return None

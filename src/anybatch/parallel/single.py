@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from anybatch.core.compatibility import Feature
 from anybatch.core.tensors import is_low_precision
-from anybatch.parallel.gradient_buckets import GradientBuffers, OwnedGradients
+from anybatch.parallel.gradient_buckets import FirstGradientCopies, GradientBuffers
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, caller_of, trainable
 from anybatch.parallel.world import World
 
-_NOTHING = nullcontext()
+_NULL_CONTEXT = nullcontext()
 
 
 class LocalSums:
@@ -26,7 +26,7 @@ class LocalSums:
     def __init__(self) -> None:
         self._parameters: list[nn.Parameter] = []
         self._buffers: GradientBuffers | None = None
-        self._owned = OwnedGradients()
+        self._first_copies = FirstGradientCopies()
 
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
@@ -37,11 +37,11 @@ class LocalSums:
         self._parameters = list(parameters.values())
         low = [parameter for parameter in self._parameters if is_low_precision(parameter)]
         self._buffers = GradientBuffers(low) if low else None
-        self._owned = OwnedGradients([parameter for parameter in self._parameters if not is_low_precision(parameter)])
+        self._first_copies = FirstGradientCopies([p for p in self._parameters if not is_low_precision(p)])
         return Prepared(
             parameters=parameters,
             call=caller_of(model),
-            # Only these: a loss may run another engine's model, as in a GAN.
+            # Only this engine's parameters: a loss may run another engine's model, as in a GAN.
             backward_inputs=tuple(self._parameters),
             gradient_buffers=() if self._buffers is None else self._buffers.flats,
             abort=lambda _: _no_collective,
@@ -49,25 +49,25 @@ class LocalSums:
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
         """Return a context that protects gradients from later micro-batches; one rank needs no reduction."""
-        return _NOTHING if turn.last else self._owned
+        return _NULL_CONTEXT if turn.last else self._first_copies
 
     def finish_gradients(
-        self, numbers: Float[Tensor, " numbers"]
-    ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
+        self, report_sums: Float[Tensor, " sums"]
+    ) -> tuple[list[torch.Tensor | None], Float[Tensor, " sums"]]:
         """Return the gradients accumulated in this process."""
         for parameter in self._parameters:
             # Accumulated sparse gradients repeat an index per micro-batch; norms and clipping need each index once.
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
         if self._buffers is None:
-            return [parameter.grad for parameter in self._parameters], numbers
+            return [parameter.grad for parameter in self._parameters], report_sums
         wide = iter(self._buffers.gradients(self._buffers.used))
-        found = [next(wide) if is_low_precision(parameter) else parameter.grad for parameter in self._parameters]
-        return found, numbers
+        gradients = [next(wide) if is_low_precision(parameter) else parameter.grad for parameter in self._parameters]
+        return gradients, report_sums
 
     def place_gradients(self) -> None:
         """Set every `.grad` to None; gradients of bf16 and fp16 parameters accumulate in their buffers."""
-        self._owned.pending = self._owned.parameters
+        self._first_copies.pending = self._first_copies.parameters
         for parameter in self._parameters:
             parameter.grad = None
         if self._buffers is not None:
@@ -96,5 +96,5 @@ class Single(LocalSums):
     capabilities = Capabilities(name="single", feature=Feature.SINGLE, sparse_gradients=True)
 
 
-def _no_collective(*, failed: bool) -> None:
+def _no_collective() -> None:
     """Abort on one rank: no collective is pending."""

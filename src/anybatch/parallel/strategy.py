@@ -1,4 +1,4 @@
-"""The contract of every strategy."""
+"""The interface of strategies (`Engine(strategy=...)`), and their lookup by name."""
 
 import inspect
 import weakref
@@ -32,19 +32,11 @@ class ReductionObserver(Protocol):
         ...
 
 
-class Abort(Protocol):
-    """Leaves an effective batch: serves the collectives that the other ranks wait in, and informs them."""
-
-    def __call__(self, *, failed: bool) -> None:
-        """Leave because this rank has failed, or otherwise because it has run out of memory."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The position of a micro-batch in its rank share.
+    """The position of a micro-batch among those that its rank runs in a step.
 
-    `backward_only`: its forward ran before, and another backward may have run since.
+    `backward_only`: its forward ran earlier, and other backwards may have run since.
     """
 
     first: bool
@@ -58,13 +50,12 @@ class Capabilities:
 
     Attributes:
         name: the strategy's name in reports.
-        feature: its row of the composition table; None for a strategy outside the table that states its abilities here.
+        feature: its row in the table of combinations (docs/composition.md); None if it has no row there.
         lockstep: every rank must run the same number of micro-batches.
-        replaces_parameters: the optimizer has to be built after `prepare`, by a function.
+        replaces_parameters: `prepare` replaces parameters, so a function must build the optimizer afterwards.
         float32_accumulation: gradients of bf16 and fp16 parameters can be accumulated and reduced in float32.
         sparse_gradients: parameters may have sparse gradients.
         replicas: every rank holds all weights, and makes the same updates.
-        tensor_parallel: parameters may be `DTensor`s over the processes that are one rank together.
         moves_modules: `prepare` moves modules to the device, piece by piece: the whole model may not fit there.
         prepares_in_forward: the forward of the last micro-batch prepares the reduction, so it must run in order and use
             every parameter that its backward will reach.
@@ -79,7 +70,6 @@ class Capabilities:
     float32_accumulation: bool = True
     sparse_gradients: bool = False
     replicas: bool = False
-    tensor_parallel: bool = False
     moves_modules: bool = False
     prepares_in_forward: bool = False
     compresses: bool = False
@@ -87,31 +77,31 @@ class Capabilities:
 
     @property
     def constraints(self) -> CutConstraints:
-        """The strategy's requirements on every cut."""
+        """The strategy's requirements for splitting an effective batch into micro-batches."""
         return CutConstraints(lockstep=self.lockstep, fills_up=self.lockstep)
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> Float[Tensor, ""]:
     """Return the 2-norm over all gradients together, on the device, in the gradients' own precision."""
-    # A sparse gradient has the norm of its stored numbers if no index is repeated, which `Single` ensures.
-    return get_total_norm([dense_values(one) if one.is_sparse else one for one in gradients])
+    # A sparse gradient has the norm of its stored values if no index is repeated, which `Single` ensures.
+    return get_total_norm([dense_values(gradient) if gradient.is_sparse else gradient for gradient in gradients])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterLayout:
     """The layout of parameters, gradients and optimizer state over ranks. The default is for replicas.
 
-    A checkpoint of whole tensors is written with `gather` and read with `scatter`; one of parts is written with `local`
-    and `offset`, and read with `with_local`. So it is the same under any strategy.
+    A checkpoint of whole tensors is written with `gather` and read with `scatter`; a checkpoint in parts is written
+    with `local` and `offset`, and read with `with_local`. So checkpoints do not depend on the strategy.
 
     Attributes:
-        in_parts: some tensors are larger than this rank's part of them.
-        local: the part of a tensor in this rank's memory; shares its memory.
+        in_parts: this rank has only a part of some tensors.
+        local: the part of a tensor on this rank, sharing its memory.
         gather: the whole tensor, on every rank; a collective for sharded tensors.
-        scatter: (whole tensor, tensor of this layout) -> the whole one in the layout of the other; no collective.
-        offset: start of the local part in the whole tensor, along each axis; None if it is the whole one.
-        with_local: (local part, tensor of this layout) -> the local part as a tensor in the layout of the other.
-        norm: the 2-norm over gradients of this layout, over all ranks, as a plain tensor without axes.
+        scatter: (whole tensor, sharded tensor) -> the first, sharded like the second; no collective.
+        offset: start of the local part in the whole tensor, along each axis; None if this rank has the whole tensor.
+        with_local: (local part, sharded tensor) -> a tensor with that local part, sharded like the second.
+        norm: the 2-norm of all gradients of this layout, over all ranks, as a plain scalar (0-dim) tensor.
     """
 
     in_parts: bool = False
@@ -124,14 +114,14 @@ class ParameterLayout:
 
 
 class UpdateSharding(Protocol):
-    """How an optimizer's step is sharded over ranks."""
+    """An optimizer step that is sharded over ranks."""
 
     def alone(self) -> AbstractContextManager[None]:
         """Return the context in which the optimizer sees, and creates state for, only this rank's parameters."""
         ...
 
     def exchange(self) -> None:
-        """Send every rank the parameters that the others have updated."""
+        """Send the parameters that each rank has updated to all other ranks."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,7 +129,7 @@ class UpdateSharding(Protocol):
         ...
 
     def state_dict_in_parts(self) -> dict[str, Any]:
-        """Return this rank's part of the optimizer's state; the rest without data. All ranks call it."""
+        """Return the optimizer's state, other ranks' tensors without data ("meta"). All ranks call it."""
         ...
 
 
@@ -155,15 +145,14 @@ class Prepared:
             if these are the parameters themselves.
         differed: names of tensors that differed between ranks and are equal now.
         gradient_buffers: memory in which gradients accumulate, apart from `.grad`.
-        layout: layout of the parameters over ranks, used for saving, loading, norms and averages.
+        layout: layout of the parameters over ranks, for saving, loading, norms and averages.
         shard_update: function (optimizer, its parameters) -> how its step is sharded over ranks; None for a step that
             every rank makes in full.
-        decisions: the strategy's decisions with reasons, a clause each, by topic.
-        abort: function (the numbers that `finish_gradients` will get) -> `Abort`, for a rank that has run out of memory
-            or failed. It takes part in every collective that the other ranks have started or will start for this
-            effective batch, in their order, so that `finish_gradients` raises `StepAbortedError` or `StepFailedError`
-            there. It raises `CannotRedoError`, with a clause, if it is too late for that. None: the strategy cannot do
-            this.
+        decisions: the strategy's decisions by topic, each as a clause with its reason.
+        abort: function (the sums that `finish_gradients` will get) -> function that a rank calls if it runs out of
+            memory. It takes part in every collective that the other ranks have started or will start for this
+            effective batch, in their order, so that `finish_gradients` raises `StepAbortedError` there. If it is too
+            late, it raises `CannotRedoError`, whose message is a clause. None: the strategy cannot abort a step.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -175,20 +164,20 @@ class Prepared:
     layout: ParameterLayout = ParameterLayout()
     shard_update: Callable[[Optimizer, Sequence[nn.Parameter]], UpdateSharding] | None = None
     decisions: Mapping[str, str] = field(default_factory=dict)
-    abort: "Callable[[Float[Tensor, ' numbers']], Abort] | None" = None
+    abort: "Callable[[Float[Tensor, ' sums']], Callable[[], None]] | None" = None
 
     @property
     def leaves(self) -> Sequence[Tensor]:
-        """For each parameter the leaf of the graph: the parameter itself, or its gathered form."""
+        """For each parameter the leaf of the autograd graph: the parameter itself, or its gathered form."""
         return list(self.parameters.values()) if self.gradient_leaves is None else self.gradient_leaves()
 
 
 class Strategy(Protocol):
-    """Sums gradients and numbers over micro-batches and ranks. It never divides: the engine does, once."""
+    """Sums gradients over micro-batches and ranks. It never divides: the engine does, once."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """Its abilities and requirements."""
+        """The strategy's abilities and requirements."""
         ...
 
     def prepare(
@@ -206,25 +195,25 @@ class Strategy(Protocol):
         ...
 
     def finish_gradients(
-        self, numbers: Float[Tensor, " numbers"]
-    ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
+        self, report_sums: Float[Tensor, " sums"]
+    ) -> tuple[list[torch.Tensor | None], Float[Tensor, " sums"]]:
         """Wait, once, for all sums over ranks at the end of an effective batch.
 
-        `numbers` is a small tensor on the device. Return the gradient of each parameter summed over all ranks, None for
-        one that no rank used, and the summed numbers.
+        `report_sums` is a small tensor on the device: this rank's sums for the report (losses, counts). Return each
+        parameter's gradient summed over all ranks, None if no rank used the parameter; and the report's sums.
 
         Raises:
-            StepAbortedError, StepFailedError: a rank has left the effective batch, see `Prepared.abort`.
-            StepsDifferError: ranks disagree about the step. No collective is pending in any of these cases.
+            StepAbortedError: a rank has aborted the step, see `Prepared.abort`. No collective is pending.
+            StepsDifferError: ranks disagree about the step. No collective is pending.
         """
         ...
 
     def place_gradients(self) -> None:
-        """Prepare for the first micro-batch of an effective batch: existing contents of `.grad` are not part of it."""
+        """Prepare for the first micro-batch of an effective batch; existing contents of `.grad` do not count."""
         ...
 
     def clear_gradients(self) -> None:
-        """Clear all gradients, also partial ones, and leave every `.grad` at None."""
+        """Clear all gradients, also partial sums, and set every `.grad` to None."""
         ...
 
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -250,11 +239,11 @@ def trainable(modules: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in modules.named_parameters() if parameter.requires_grad}
 
 
-def weakly(observer: ReductionObserver | None) -> Callable[[], ReductionObserver | None]:
+def weak_ref(observer: ReductionObserver | None) -> Callable[[], ReductionObserver | None]:
     """Return a function that returns the observer while its owner lives.
 
-    torch's wrappers hide their arguments from the garbage collector, or keep them alive with the user's model, so a
-    bound method of the engine's parts would keep a dropped engine alive.
+    torch's wrappers hide their arguments from the garbage collector, or keep them alive as long as the user's model, so
+    a bound method of the engine would keep a dropped engine alive.
     """
     if inspect.ismethod(observer):
         return weakref.WeakMethod(observer)
@@ -287,7 +276,7 @@ def choose_strategy(strategy: "str | Strategy", world: World, *, already_sharded
         return strategy
     name = strategy
     if name == "auto":
-        name = "single" if world.num_processes == 1 else "all_reduce"
+        name = "single" if world.size == 1 else "all_reduce"
         if already_sharded:
             name = "fsdp"
     if name not in STRATEGIES:
@@ -310,5 +299,5 @@ class LossCaller(nn.Module):
         self._model = (model,)  # in a tuple, so that a module is not registered twice
 
     def forward(self, function: Callable[[object], Any]) -> Any:  # noqa: ANN401 (the loss's result)
-        """Return the function's result. The function already holds its batch, so wrappers do not move the tensors."""
+        """Return the function's result. The function has its batch already, so wrappers do not move the tensors."""
         return function(self._model[0])

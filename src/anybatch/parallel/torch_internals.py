@@ -30,9 +30,9 @@ __all__ = [
     "Store",
     "TCPStore",
     "begin_as_root",
-    "carry_over",
+    "copy_attributes",
     "default_store",
-    "leave_groups_alone",
+    "leak_process_groups",
     "local_offset",
     "num_storage_users",
     "root_of",
@@ -64,10 +64,10 @@ def set_timeout(timeout: timedelta, of: Any = distributed_c10d) -> None:  # noqa
         of._set_pg_timeout(timeout)
 
 
-def leave_groups_alone(of: Any = distributed_c10d) -> None:  # noqa: ANN401 (torch)
-    """Never destroy the process groups of this process: gloo's destructor would wait for a host that is gone.
+def leak_process_groups(of: Any = distributed_c10d) -> None:  # noqa: ANN401 (torch)
+    """Keep the process groups until the process exits: gloo's destructor would wait for a host that has crashed.
 
-    The system ends them with the process. Does nothing if torch does not list them.
+    Does nothing if torch does not list its groups.
     """
     for group in getattr(getattr(of, "_world", None), "pg_map", ()):
         # A leaked reference: the interpreter, too, would run destructors at exit.
@@ -103,11 +103,8 @@ def begin_as_root(root: nn.Module) -> None:
         root._get_fsdp_state()._lazy_init()  # type: ignore[operator]
 
 
-def carry_over(old: nn.Parameter, new: torch.Tensor, *, hooks: bool) -> None:
-    """Copy the attributes of a parameter to its shard or gathered form, and if asked its hooks, with valid handles.
-
-    The hooks come from `Tensor.register_hook`: `Tensor._backward_hooks`.
-    """
+def copy_attributes(old: nn.Parameter, new: torch.Tensor, *, hooks: bool) -> None:
+    """Copy the attributes of a parameter to its shard or gathered form; with `hooks`, also its `_backward_hooks`."""
     vars(new).update(vars(old))
     with needed_for(_SHARDING):
         if hooks and old._backward_hooks:
@@ -122,7 +119,7 @@ def root_of(module: nn.Module) -> nn.Module | None:
 
 
 def local_offset(tensor: Any) -> tuple[int, ...]:  # noqa: ANN401 (a DTensor, whose import takes a second)
-    """Return the start of this process's part of a `DTensor` in the whole: `compute_local_shape_and_global_offset`."""
+    """Return the start of this rank's part in a whole `DTensor`: `compute_local_shape_and_global_offset`."""
     with needed_for("Saving a checkpoint in parts"):
         from torch.distributed.tensor import _utils as placed  # noqa: PLC0415 (imported already if there is a DTensor)
 
@@ -130,11 +127,11 @@ def local_offset(tensor: Any) -> tuple[int, ...]:  # noqa: ANN401 (a DTensor, wh
     return tuple(offset)
 
 
-def sharded_group(module: nn.Module) -> "ShardedGroup | None":
+def sharded_group(module: Any) -> "ShardedGroup | None":  # noqa: ANN401 (an `FSDPModule`, whose import takes seconds)
     """Return the parameters that a sharded module gathers and reduces together, without its children's."""
     with needed_for(_SHARDING):
         # None if its children own all parameters.
-        group = module._get_fsdp_state()._fsdp_param_group  # type: ignore[operator]
+        group = module._get_fsdp_state()._fsdp_param_group
     return None if group is None else ShardedGroup(group)
 
 
@@ -149,58 +146,58 @@ class ShardedGroup:
         with needed_for(_SHARDING):
             self._members = group.fsdp_params
             self.mesh: DeviceMesh = group.mesh_info.mesh
-            self.shards: list[nn.Parameter] = [one.sharded_param for one in self._members]
+            self.shards: list[nn.Parameter] = [member.sharded_param for member in self._members]
             # Used later, in the middle of a run: if one is missing, fail here.
             for name in ("post_backward", "reduce_grads", "_partial_reduce_output"):
                 getattr(group, name)
-            for one in self._members:
-                one.unsharded_accumulated_grad  # noqa: B018 (see above)
+            for member in self._members:
+                member.unsharded_accumulated_grad  # noqa: B018 (see above)
 
     def on_whole_gradient(self, function: Callable[[int], None]) -> list[Any]:
-        """Call a function with an index in `shards` whenever a backward has added to a gathered parameter's gradient.
+        """Call `function(index in shards)` after a backward reaches a gathered parameter; return the hooks' handles.
 
-        The parameters must have been gathered once. Returns handles that remove the hooks.
+        The parameters must have been gathered once.
         """
         handles = []
-        for place, one in enumerate(self._members):
-            whole = one._unsharded_param
+        for index, member in enumerate(self._members):
+            whole = member._unsharded_param
             if whole.requires_grad:
-                handles.append(whole.register_post_accumulate_grad_hook(lambda _, place=place: function(place)))
+                handles.append(whole.register_post_accumulate_grad_hook(lambda _, index=index: function(index)))
         return handles
 
     @property
     def gathered(self) -> list[torch.Tensor]:
         """The gathered parameters, in the order of `shards`; they must have been gathered once."""
         with needed_for(_SHARDING):
-            return [one._unsharded_param for one in self._members]
+            return [member._unsharded_param for member in self._members]
 
     def reduce_unused(self) -> None:
-        """Reduce zeros for parameters that a rank has not used; torch 2.13 and later have an option for this.
+        """Reduce zeros for parameters that a rank has not used, so that messages of all ranks are equally long.
 
-        Otherwise ranks that use different parameters would send messages of different lengths.
+        Torch 2.13 and later have an option for this.
         """
         with needed_for(_SHARDING):
             group, post_backward = self._group, self._group.post_backward
 
-        def with_zeros(*unused: Any) -> Any:  # noqa: ANN401 (torch's signature)
-            for one in group.fsdp_params if group.reduce_grads else ():
-                whole = getattr(one, "_unsharded_param", None)
+        def with_zeros(*args: Any) -> Any:  # noqa: ANN401 (torch's signature)
+            for member in group.fsdp_params if group.reduce_grads else ():
+                whole = getattr(member, "_unsharded_param", None)
                 if whole is None or not whole.requires_grad:
                     continue
-                if whole.grad is None and one.unsharded_accumulated_grad is None:
+                if whole.grad is None and member.unsharded_accumulated_grad is None:
                     whole.grad = torch.zeros_like(whole)
-            return post_backward(*unused)
+            return post_backward(*args)
 
         group.post_backward = with_zeros
 
     def drop_whole_gradients(self) -> None:
         """Drop gradients that have not been reduced yet, of parameters and of replicas.
 
-        From torch 2.15 on they are only in `.grad` of the whole parameter, and the other name is read-only.
+        From torch 2.15 on gathered parameters have them in `.grad`, and `unsharded_accumulated_grad` is read-only.
         """
-        for one in self._members:
-            if not isinstance(getattr(type(one), "unsharded_accumulated_grad", None), property):
-                one.unsharded_accumulated_grad = None
-            if hasattr(one, "_unsharded_param"):
-                one._unsharded_param.grad = None
+        for member in self._members:
+            if not isinstance(getattr(type(member), "unsharded_accumulated_grad", None), property):
+                member.unsharded_accumulated_grad = None
+            if hasattr(member, "_unsharded_param"):
+                member._unsharded_param.grad = None
         self._group._partial_reduce_output = None

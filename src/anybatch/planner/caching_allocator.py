@@ -25,8 +25,8 @@ LARGEST_SMALL_BYTES = MEBIBYTE
 SMALL_SEGMENT_BYTES = 2 * MEBIBYTE
 """kSmallBuffer: segment size of the small pool."""
 LARGE_SEGMENT_BYTES = 20 * MEBIBYTE
-"""kLargeBuffer, set by `large_segment_size_mb`: segment size for allocations below `OWN_SEGMENT_FROM_BYTES`."""
-OWN_SEGMENT_FROM_BYTES = 10 * MEBIBYTE
+"""kLargeBuffer, set by `large_segment_size_mb`: segment size for allocations below `MIN_SEPARATE_BYTES`."""
+MIN_SEPARATE_BYTES = 10 * MEBIBYTE
 """kMinLargeAlloc: from this size on, an allocation without a free block gets a separate segment."""
 SEGMENT_ROUNDING_BYTES = 2 * MEBIBYTE
 """kRoundLarge: such segments are multiples of this."""
@@ -40,7 +40,7 @@ class AllocatorReplay:
 
     peak_reserved_bytes: int  # largest amount reserved on the device, as `torch.cuda.max_memory_reserved`
     peak_allocated_bytes: int  # largest amount allocated, as `torch.cuda.max_memory_allocated`
-    num_retries: int  # number of times it freed cached segments because the device was full, as `num_alloc_retries`
+    num_retries: int  # how often the allocator freed cached segments and retried, as `num_alloc_retries`
     full_at: int | None = None  # index of the event at which memory ran out and the replay ended; None if it fits
 
     @property
@@ -57,7 +57,7 @@ def replay(
     expandable: bool = False,
     pools: Sequence[int] | None = None,
 ) -> AllocatorReplay:
-    """Replay a trace in the allocator."""
+    """Run the allocations and frees of a trace in the allocator; `sizes` are the bytes of each allocation."""
     allocator = _Allocator(limit_bytes=limit_bytes, expandable=expandable)
     full_at = None
     for position, event in enumerate(events):
@@ -66,17 +66,17 @@ def replay(
             continue
         if event < 0:
             allocator.free(number)
-        elif not allocator.take(number, sizes[number], 0 if pools is None else pools[number]):
+        elif not allocator.allocate(number, sizes[number], 0 if pools is None else pools[number]):
             full_at = position
             break
     return AllocatorReplay(allocator.peak_reserved, allocator.peak_allocated, allocator.num_retries, full_at)
 
 
 def largest_that_fits(envelope: MemoryEnvelope, limit_bytes: int, *, expandable: bool = False) -> int | None:
-    """Return the largest micro-batch size found to fit in `limit_bytes` of reserved memory.
+    """Return a large micro-batch size that fits in `limit_bytes` of reserved memory; 0 if none does, None: no limit.
 
-    Starts from the size that tensors alone would allow, and bisects where the allocator needs more. Fragmentation is
-    not monotonic in the size, so a larger one might fit by luck; the returned one has been replayed and does fit.
+    The search starts from the size that tensors alone would allow, and bisects if the allocator needs more memory.
+    Fragmentation is not monotonic in the size, so a larger size may fit; the returned size was replayed and fits.
     """
     pools = envelope.trace.pools
 
@@ -85,12 +85,12 @@ def largest_that_fits(envelope: MemoryEnvelope, limit_bytes: int, *, expandable:
         return replay(envelope.trace.events, sizes, limit_bytes=limit_bytes, expandable=expandable, pools=pools).fits
 
     # Reserved memory is never less than allocated memory, so this is an upper bound.
-    most = envelope.largest(limit_bytes)
-    if most is None:
+    upper = envelope.largest(limit_bytes)
+    if upper is None:
         return None if fits(1) else 0
-    if most == 0 or fits(most):
-        return most
-    low, high = 0, most
+    if upper == 0 or fits(upper):
+        return upper
+    low, high = 0, upper
     while high - low > 1:
         middle = (low + high) // 2
         if fits(middle):
@@ -109,7 +109,7 @@ def segment_bytes(block_bytes: int) -> int:
     """Return the segment size to reserve if no free block is large enough."""
     if block_bytes <= LARGEST_SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
-    if block_bytes < OWN_SEGMENT_FROM_BYTES:
+    if block_bytes < MIN_SEPARATE_BYTES:
         return LARGE_SEGMENT_BYTES
     return ceil_div(block_bytes, SEGMENT_ROUNDING_BYTES) * SEGMENT_ROUNDING_BYTES
 
@@ -121,7 +121,7 @@ class _Pool:
     is_small: bool
     free: list[tuple[int, int]] = field(default_factory=list)  # (size, address), sorted
     blocks: dict[int, "_Block"] = field(default_factory=dict)  # blocks that are not allocated, by address
-    unmapped: list[int] = field(default_factory=list)  # addresses, sorted; of an expandable segment only
+    unmapped: list[int] = field(default_factory=list)  # addresses of unmapped blocks, sorted; expandable segments only
 
     @property
     def page_bytes(self) -> int:
@@ -130,12 +130,12 @@ class _Pool:
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A piece of a segment, in a chain with its neighbours."""
+    """A part of a segment, linked to its neighbours."""
 
     pool: _Pool
     address: int
     size: int
-    is_taken: bool = False
+    is_allocated: bool = False
     is_mapped: bool = True
     before: "_Block | None" = None
     after: "_Block | None" = None
@@ -150,10 +150,10 @@ class _Allocator:
         self._limit = _ENDLESS if limit_bytes is None else limit_bytes
         self._expandable = expandable
         self._pools: dict[tuple[int, bool], _Pool] = {}
-        self._taken: dict[int, _Block] = {}
+        self._allocated_blocks: dict[int, _Block] = {}
         self._next_address = 0
 
-    def take(self, number: int, num_bytes: int, stream: int) -> bool:
+    def allocate(self, number: int, num_bytes: int, stream: int) -> bool:
         """Allocate a block; return False if memory is full."""
         size = rounded_bytes(num_bytes)
         pool = self._pool(stream, is_small=size <= LARGEST_SMALL_BYTES)
@@ -166,22 +166,22 @@ class _Allocator:
             block = grow(pool, size)
         if block is None:
             return False
-        # A large block keeps a small remainder, which would only fragment memory.
+        # A small remainder of a large block is not split off, since it would only fragment memory.
         rest = block.size - size
         if rest >= ROUNDING_BYTES if pool.is_small or self._expandable else rest > LARGEST_SMALL_BYTES:
             self._put(self._split(block, size))
-        block.is_taken = True
-        self._taken[number] = block
+        block.is_allocated = True
+        self._allocated_blocks[number] = block
         self._allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self._allocated)
         return True
 
     def free(self, number: int) -> None:
         """Free a block, and merge it with free neighbours."""
-        block = self._taken.pop(number)
+        block = self._allocated_blocks.pop(number)
         self._allocated -= block.size
-        block.is_taken = False
-        self._put(self._joined(block))
+        block.is_allocated = False
+        self._put(self._merged(block))
 
     def _pool(self, stream: int, *, is_small: bool) -> _Pool:
         # Streams share no blocks, and neither do small and large allocations.
@@ -195,12 +195,12 @@ class _Allocator:
 
     def _best_fit(self, pool: _Pool, size: int) -> _Block | None:
         """Remove from the pool the smallest free block that is large enough, at the lowest address."""
-        # Addresses are never negative, so -1 finds the first block of at least this size.
+        # With address -1, which no block has, this finds the first block of at least this size.
         at = bisect_left(pool.free, (size, -1))
         if at == len(pool.free):
             return None
         if self._expandable:
-            # An expandable block counts with the size it can grow to, so that it is used last.
+            # A block that can grow counts with its maximum size, so that it is used last.
             while at + 1 < len(pool.free) and self._room(pool, at + 1) < self._room(pool, at):
                 at += 1
         return pool.blocks.pop(pool.free.pop(at)[1])
@@ -246,7 +246,7 @@ class _Allocator:
         if num_bytes < block.size:
             self._put(self._split(block, num_bytes))
         block.is_mapped = True
-        block = self._joined(block)
+        block = self._merged(block)
         self._put(block)
         return block
 
@@ -278,7 +278,7 @@ class _Allocator:
             block = whole
         block.is_mapped = False
         self._reserved -= block.size
-        self._put(self._joined(block))
+        self._put(self._merged(block))
 
     def _reserve(self, num_bytes: int) -> bool:
         if self._reserved + num_bytes > self._limit:
@@ -297,13 +297,13 @@ class _Allocator:
         block.after, block.size = rest, size
         return rest
 
-    def _joined(self, block: _Block) -> _Block:
+    def _merged(self, block: _Block) -> _Block:
         """Merge a block that is in no list with its neighbours in the same state."""
         for lower, upper in ((block.before, block), (block, block.after)):
             if lower is None or upper is None:
                 continue
             other = lower if upper is block else upper
-            if other.is_taken or other.is_mapped != block.is_mapped:
+            if other.is_allocated or other.is_mapped != block.is_mapped:
                 continue
             self._remove(other)
             block.address, block.size = lower.address, lower.size + upper.size
@@ -336,11 +336,11 @@ class _Allocator:
 def _room_around(block: _Block, size: int) -> _Block | None:
     """Return the first block of a free run around an unmapped one if the run has room for `size`; else None."""
     start = block
-    if block.before is not None and not block.before.is_taken:
+    if block.before is not None and not block.before.is_allocated:
         start = block.before
     room = 0
     piece: _Block | None = start
-    while room < size and piece is not None and not piece.is_taken:
+    while room < size and piece is not None and not piece.is_allocated:
         room += piece.size
         piece = piece.after
     return start if room >= size else None

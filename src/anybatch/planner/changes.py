@@ -1,4 +1,4 @@
-"""Changes of a training step that save memory or time, as functions of the step that compose."""
+"""Changes of a training step that save memory or time, as functions of the step that can be combined."""
 
 import copy
 import dataclasses
@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.core.loss import declared
-from anybatch.core.tensors import Blocks, is_low_precision, repeated_blocks
+from anybatch.core.tensors import is_low_precision, repeated_blocks
 from anybatch.core.tree import tensors_of
 from anybatch.engine.arguments import TrainSpec
 from anybatch.engine.bf16_weights import Bf16Weights
@@ -30,13 +30,11 @@ from anybatch.planner.stand_ins import (
     four_bit_lines,
     in_bfloat16,
     linear_layers,
-    linear_names,
-    offloaded,
     with_head_again,
 )
+from anybatch.planner.step_spec import StepSpec, as_module, built, checkpoint_blocks
 from anybatch.planner.step_time import CostLine
 from anybatch.planner.torch_internals import is_checkpointed
-from anybatch.planner.trace.step_spec import Keeping, StepSpec, as_module, built, checkpoint_blocks
 
 DEFAULT_RANK = 16
 """Rank of adapters."""
@@ -49,25 +47,6 @@ _AGAIN = """\
 from functools import partial
 from torch.utils.checkpoint import checkpoint
 again = partial(checkpoint, use_reentrant=False)"""
-_AGAIN_BUT_PRODUCTS = """\
-from functools import partial
-from torch.utils.checkpoint import checkpoint
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-aten = torch.ops.aten
-products = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default,
-            aten._scaled_dot_product_flash_attention.default,
-            aten._scaled_dot_product_efficient_attention.default}
-def keep(context, operation, *args, **kwargs):
-    policy = CheckpointPolicy
-    return policy.MUST_SAVE if operation in products else policy.PREFER_RECOMPUTE
-again = partial(checkpoint, use_reentrant=False,
-                context_fn=partial(create_selective_checkpoint_contexts, keep))"""
-_OFFLOADED = """\
-def offloaded(forward):
-    def run(*args, **kwargs):
-        with torch.autograd.graph.save_on_cpu(pin_memory=True):
-            return forward(*args, **kwargs)
-    return run"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,14 +54,13 @@ class Change:
     """A change of a training step."""
 
     name: str  # name in the table of a plan and in requests
-    how: str = ""  # code to write before the engine is created; may be empty
-    engine: str = ""  # arguments of the engine, as code; may be empty
+    how: str = ""  # code to add before the engine is created; may be empty
+    engine: str = ""  # arguments to add to the engine, as code; may be empty
     costs: str = ""  # drawback of the change, as a clause
-    timed: bool = True  # whether the time of a step with the change can be predicted
     same_step: bool = True  # whether gradient and update stay the same, up to rounding
     apply: Callable[[TrainSpec], TrainSpec] | None = None  # function step -> changed step
-    reshape: Callable[[MemoryEnvelope], MemoryEnvelope] | None = None  # of its memory, instead of a new trace
-    recost: Callable[[CostLine], CostLine] | None = None  # the same for the step's costs; None if they do not change
+    reshape: Callable[[MemoryEnvelope], MemoryEnvelope] | None = None  # changes the memory, instead of a new trace
+    recost: Callable[[CostLine], CostLine] | None = None  # changes the costs; None if they stay the same
 
     @property
     def code(self) -> str:
@@ -91,7 +69,7 @@ class Change:
 
 
 def engine_line(arguments: str) -> str:
-    """Return the line that makes the engine with further arguments; empty without any."""
+    """Return the line that creates the engine with more arguments; empty without arguments."""
     return f"engine = ab.Engine(..., {arguments})" if arguments else ""
 
 
@@ -105,12 +83,12 @@ def sharded_in_bfloat16() -> Strategy:
 
 
 def shards(train: TrainSpec) -> str | Callable[[], Strategy]:
-    """Return FSDP2; under bf16 it gathers weights in bf16 too."""
+    """Return the strategy FSDP2; in bf16 training it gathers weights in bf16 too."""
     return sharded_in_bfloat16 if train.precision == "bf16" else "fsdp"
 
 
 def strategy_lines(strategy: str | Callable[[], Strategy]) -> tuple[list[str], str]:
-    """Return the lines before an engine with a strategy, and its argument."""
+    """Return the lines to write before an engine with this strategy, and the engine's argument."""
     as_function = "# the optimizer as a function: named_parameters -> optimizer"
     if isinstance(strategy, str):
         return [as_function] if strategy == "fsdp" else [], f'strategy="{strategy}"'
@@ -131,7 +109,7 @@ def code_of(changes: Sequence[Change], named: str = "", strategy: str | Callable
 
 
 def changed(spec: StepSpec, changes: Iterable[Change]) -> StepSpec:
-    """Return the step with changes, applied in order; those computed from traces leave it unchanged."""
+    """Return the step with changes applied in order; changes that are derived from traces leave it unchanged."""
     for change in changes:
         apply, make = change.apply, spec.train
         if apply is not None:
@@ -144,20 +122,19 @@ def _applied(apply: Callable[[TrainSpec], TrainSpec], make: Callable[[], TrainSp
     return apply(make())
 
 
-def possible_changes(spec: StepSpec, autocast: Autocast = "bf16") -> list[Change]:
-    """Return the changes not made yet that compute the same step, or round it to 16 bits."""
-    ready, _ = built(spec)
-    blocks = _of_blocks(ready) if _makes(spec) else []
-    return [*_of_update(ready), *_of_precision(ready, autocast), *blocks, *_of_head(ready)]
-
-
 def all_changes(spec: StepSpec, rank: int = DEFAULT_RANK) -> dict[str, Change]:
-    """Return every possible change of the step by name, including changes that compute another step."""
+    """Return every change that the step does not have yet, by name."""
     ready, _ = built(spec)
-    found = [*_of_update(ready), *_of_precision(ready, "bf16", "fp16"), *_of_head(ready), *_of_state(ready)]
-    if _makes(spec):  # modules are changed in place, so each change needs a new model
-        found += [*_of_blocks(ready), *_of_weights(ready), *_of_host(ready), *_of_adapters(ready, rank)]
+    found = [*_of_update(ready), *_of_precision(ready), *_of_head(ready), *_of_state(ready)]
+    # Modules are changed in place, so each of these changes needs a new model.
+    if not isinstance(spec.train, TrainSpec):
+        found += [*_of_blocks(ready), *_of_weights(ready), *_of_adapters(ready, rank)]
     return {one.name: one for one in found}
+
+
+def single_changes(spec: StepSpec, autocast: Autocast = "bf16") -> list[Change]:
+    """Return the changes that keep the step's result, and autocast to 16 bits."""
+    return [one for one in all_changes(spec).values() if one.same_step or one.name == f"{autocast} autocast"]
 
 
 def named_change(spec: StepSpec, name: str) -> Change:
@@ -174,18 +151,13 @@ def named_change(spec: StepSpec, name: str) -> Change:
     return known[name]
 
 
-def _makes(spec: StepSpec) -> bool:
-    """Whether the step can create a new model."""
-    return not isinstance(spec.train, TrainSpec)
-
-
 def optimizer_name(train: TrainSpec) -> str:
     """Return the class name of an optimizer; a function is called with meta parameters."""
-    made = _made(train)
-    return getattr(train.optimizer, "__name__", "an optimizer") if made is None else type(made).__name__
+    optimizer = _build_optimizer(train)
+    return getattr(train.optimizer, "__name__", "an optimizer") if optimizer is None else type(optimizer).__name__
 
 
-def _made(train: TrainSpec) -> Optimizer | None:
+def _build_optimizer(train: TrainSpec) -> Optimizer | None:
     """Return the optimizer; None if its function does not work on meta parameters."""
     if isinstance(train.optimizer, Optimizer):
         return train.optimizer
@@ -210,12 +182,12 @@ def _without_data(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _of_update(ready: StepSpec) -> list[Change]:
-    """Return the fused update, which needs no temporaries, if the optimizer supports it."""
+    """Return the change to a fused update, which needs no temporaries, if the optimizer supports it."""
     # An existing optimizer cannot be created again with another option.
-    made = None if isinstance(ready.trained.optimizer, Optimizer) else _made(ready.trained)
-    if made is None or any("fused" not in group or group["fused"] for group in made.param_groups):
+    optimizer = None if isinstance(ready.trained.optimizer, Optimizer) else _build_optimizer(ready.trained)
+    if optimizer is None or any("fused" not in group or group["fused"] for group in optimizer.param_groups):
         return []
-    name = type(made).__name__
+    name = type(optimizer).__name__
     how = f"optimizer = lambda named: torch.optim.{name}([p for _, p in named], fused=True, lr=...)"
     return [Change(name="fused optimizer", how=how, apply=_fused)]
 
@@ -227,59 +199,50 @@ def _fused(train: TrainSpec) -> TrainSpec:
     def fused(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         optimizer = make(named)
         for group in optimizer.param_groups:
-            # torch rejects an optimizer with both.
+            # torch rejects an optimizer with both options.
             group["fused"], group["foreach"] = True, False
         return optimizer
 
     return dataclasses.replace(train, optimizer=fused)
 
 
-def _of_precision(ready: StepSpec, *formats: Autocast) -> list[Change]:
-    """Return autocast in the given formats, if the step is in float32 and on an accelerator."""
+def _of_precision(ready: StepSpec) -> list[Change]:
+    """Return the changes to autocast in bf16 and in fp16, if the step is in float32 and on an accelerator."""
     if ready.trained.precision != "fp32" or ready.profile == "cpu":
         return []
     return [
         Change(
             name=f"{autocast} autocast",
             engine=f'precision="{autocast}"',
-            costs=f"products are rounded to {autocast}, weights and sums stay in float32{_SCALED[autocast]}",
+            costs=f"products are rounded to {autocast}, weights and sums stay in float32{scaled}",
             same_step=False,
             apply=partial(dataclasses.replace, precision=autocast),
         )
-        for autocast in formats
+        for autocast, scaled in _SCALED.items()
     ]
 
 
 def _of_blocks(ready: StepSpec) -> list[Change]:
-    """Return the variants of activation checkpointing for repeated blocks."""
+    """Return the change to activation checkpointing of repeated blocks, if the model has some."""
     model = as_module(ready.trained.model)
     rows = repeated_blocks(model)
     if not rows or _checkpoints_itself(model):
         return []
     configs = (getattr(one, "config", None) for one in model.modules())
     has_cache = any(getattr(config, "use_cache", False) is True for config in configs)
-    # A stand-in for a transformers model also replaces its cache.
-    caching = ["model.config.use_cache = False"] if has_cache or ready.called else []
-    ways: tuple[tuple[str, str, Keeping, int, str], ...] = (
-        ("checkpointing", _AGAIN, "inputs", 1, "each block's forward runs twice"),
-        ("checkpointing every 2nd block", _AGAIN, "inputs", 2, "every second block's forward runs twice"),
-        (
-            "checkpointing all but products",
-            _AGAIN_BUT_PRODUCTS,
-            "products",
-            1,
-            "each block runs twice, except for its products",
-        ),
-    )
-    return [
-        Change(
-            name=name,
-            how="\n".join([again, *_loops(rows, every, ready.called, "partial(again, block.forward)"), *caching]),
-            costs=costs,
-            apply=partial(_checkpointed, keeping, every),
-        )
-        for name, again, keeping, every, costs in ways
+    # Blocks are found by class, also inside adapters.
+    kinds = dict.fromkeys(ready.called.get(blocks.kind.__name__, blocks.kind.__name__) for blocks in rows)
+    lines = [
+        _AGAIN,
+        "for block in model.modules():",
+        f"    if type(block).__name__ in {list(kinds)}:",
+        "        block.forward = partial(again, block.forward)",
     ]
+    # A stand-in for a transformers model also replaces its cache.
+    if has_cache or ready.called:
+        lines.append("model.config.use_cache = False")
+    how, costs = "\n".join(lines), "each block's forward runs twice"
+    return [Change(name="checkpointing", how=how, costs=costs, apply=_checkpointed)]
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:
@@ -288,9 +251,9 @@ def _checkpoints_itself(module: nn.Module) -> bool:
     return switched or any(map(is_checkpointed, module.modules()))
 
 
-def _checkpointed(keeping: Keeping, every: int, train: TrainSpec) -> TrainSpec:
+def _checkpointed(train: TrainSpec) -> TrainSpec:
     _without_cache(as_module(train.model))
-    return dataclasses.replace(train, model=checkpoint_blocks(train.model, keeping, every=every))
+    return dataclasses.replace(train, model=checkpoint_blocks(train.model))
 
 
 def _without_cache(module: nn.Module) -> None:
@@ -306,7 +269,7 @@ def _without_cache(module: nn.Module) -> None:
 
 
 def _of_weights(ready: StepSpec) -> list[Change]:
-    """Return bf16 weights with three ways to update them, if the optimizer is a function."""
+    """Return the changes to bf16 weights, with three ways to update them, if the optimizer is a function."""
     if isinstance(ready.trained.optimizer, Optimizer):
         return []
     how = "model.to(torch.bfloat16)  # the optimizer as a function: it gets float32 "
@@ -335,24 +298,8 @@ def _in_bfloat16(way: Bf16Weights, train: TrainSpec) -> TrainSpec:
     return dataclasses.replace(train, bf16_weights=way)
 
 
-def _of_host(ready: StepSpec) -> list[Change]:
-    """Return offloading of activations to host memory, except on a CPU."""
-    rows = repeated_blocks(as_module(ready.trained.model))
-    if ready.profile == "cpu" or not rows:
-        return []
-    return [
-        Change(
-            name="offloading",
-            how="\n".join([_OFFLOADED, *_loops(rows, 1, ready.called, "offloaded(block.forward)")]),
-            costs="saved tensors of blocks go to the host and back over PCIe",
-            timed=False,
-            apply=lambda train: dataclasses.replace(train, model=offloaded(train.model)),
-        )
-    ]
-
-
 def _of_state(ready: StepSpec) -> list[Change]:
-    """Return 8-bit optimizer state, for Adam on an accelerator."""
+    """Return the change to 8-bit optimizer state, for Adam on an accelerator."""
     if ready.profile == "cpu" or optimizer_name(ready.trained) not in {"Adam", "AdamW"}:
         return []
     how = "import bitsandbytes as bnb\noptimizer = lambda named: bnb.optim.AdamW8bit([p for _, p in named], lr=...)"
@@ -372,7 +319,7 @@ def _with_eight_bits(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
 
 
 def _of_adapters(ready: StepSpec, rank: int) -> list[Change]:
-    """Return adapters on a base in bf16, and on a 4-bit base if a library can load the model in 4 bits."""
+    """Return the changes to adapters on a base in bf16, and in 4 bits if a library can load the model so."""
     module, called = as_module(ready.trained.model), ready.called
     has_adapters = any(not parameter.requires_grad for parameter in module.parameters())
     if has_adapters or not linear_layers(module):
@@ -383,7 +330,7 @@ def _of_adapters(ready: StepSpec, rank: int) -> list[Change]:
     costs = "trains other parameters: a product of two narrow matrices added to each linear layer, on a base in bf16"
     lora = Change(
         name=f"LoRA of rank {rank}",
-        how="\n".join(("model.to(torch.bfloat16)", *adapter_lines(linear_names(module), rank, called))),
+        how="\n".join(("model.to(torch.bfloat16)", *adapter_lines(module, rank, called))),
         engine='precision="bf16"' if autocasts else "",
         costs=costs,
         same_step=False,
@@ -395,7 +342,7 @@ def _of_adapters(ready: StepSpec, rank: int) -> list[Change]:
     in_four_bits = dataclasses.replace(
         lora,
         name=f"LoRA of rank {rank} on a base in 4 bits",
-        how="\n".join((*loading, *adapter_lines(linear_names(module), rank, called))),
+        how="\n".join((*loading, *adapter_lines(module, rank, called))),
         costs=f"{costs}; its layers are rounded to 4 bits",
         apply=partial(_with_adapters, rank, True, autocasts),  # noqa: FBT003 (`partial`)
     )
@@ -408,7 +355,7 @@ def _with_adapters(rank: int, four_bits: bool, autocasts: bool, train: TrainSpec
 
 
 def _of_head(ready: StepSpec) -> list[Change]:
-    """Return a chunked loss, for a large vocabulary."""
+    """Return the change to a chunked loss, if the vocabulary is large."""
     heads = [one.out_features for one in as_module(ready.trained.model).modules() if isinstance(one, nn.Linear)]
     # The widest linear layer is the head: vocabularies are larger than any hidden size in use.
     vocabulary = max(heads, default=0)
@@ -424,31 +371,8 @@ def _of_head(ready: StepSpec) -> list[Change]:
         Change(
             name=f"loss in chunks of {CHUNK_TOKENS} tokens",
             how="loss = F.linear_cross_entropy(x, head.weight, targets, options=nn.LinearCrossEntropyOptions())",
-            costs="logits are made twice",
+            costs="logits are computed twice",
             reshape=lambda envelope: chunked(envelope, vocabulary, num_tokens),
             recost=lambda costs: with_head_again(costs, vocabulary),
-        )
-    ]
-
-
-def _loops(rows: Sequence[Blocks], every: int, called: Mapping[str, str], forward: str) -> list[str]:
-    """Return code that replaces the forward of repeated blocks; it finds them by class, also inside adapters."""
-    step = "" if every == 1 else f"[::{every}]"
-    kinds = [called.get(blocks.kind.__name__, blocks.kind.__name__) for blocks in rows]
-    found = {kind: f"model.modules() if type(one).__name__ == {kind!r}" for kind in kinds}
-    if every > 1 and len(found) < len(kinds):
-        # If several rows have the same class, take every n-th block of each row.
-        found = {}
-        for blocks, kind in zip(rows, kinds, strict=True):
-            parts = called.get(blocks.path, blocks.path).split(".")
-            path = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts if part)
-            found[blocks.path] = f"model{path}.children() if type(one).__name__ == {kind!r}"
-    return [
-        line
-        for where in found.values()
-        for line in (
-            f"blocks = [one for one in {where}]",
-            f"for block in blocks{step}:",
-            f"    block.forward = {forward}",
         )
     ]

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from statistics import NormalDist, median
 from typing import get_args
 
@@ -15,29 +14,24 @@ from anybatch.core.collectives import (
     Link,
     best_all_reduce,
     bruck_all_gather,
-    doubling_all_reduce,
-    gather_messages,
     gloo_all_reduce,
     hierarchical_all_gather,
     hierarchical_all_reduce,
     ring_all_reduce,
-    sum_messages,
     tree_all_reduce,
 )
 from anybatch.core.geometry import SecondsFit, ceil_div, checked_int
-from anybatch.diagnostics.compare import ComparisonReport
 from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch, spec_for_repeated_steps
 from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.engine.engine import Engine
 from anybatch.errors import BatchSizeError, PlanError, UserError
+from anybatch.parallel.call_tracker import NUM_DIGESTS
 from anybatch.parallel.gradient_buckets import gradient_bytes
-from anybatch.parallel.roll_call import NUM_DIGESTS
 from anybatch.parallel.world import World
 from anybatch.planner.forecast_report import (
     USEFUL_GAIN,
     Algorithm,
     Cluster,
-    Effect,
     ForecastReport,
     ForecastRow,
     FsdpReduction,
@@ -45,14 +39,12 @@ from anybatch.planner.forecast_report import (
     Workload,
 )
 
-LARGEST_WORLD = 16_384
+MAX_WORLD_SIZE = 16_384
 """Upper limit of the search for the largest useful number of ranks."""
 GLOO_THREADS = 2
 """Collectives that torch's gloo backend runs concurrently (`options.threads` of ProcessGroupGloo)."""
 MEASURED_RANKS = 3
 """Maximum ranks in the comparison of forecasts with measurements (benchmarks/forecast_error.py)."""
-_MEBIBYTE = 2**20
-_STEPS, _BUCKETS = (1, 2, 4, 8, 16, 32), tuple(size * _MEBIBYTE for size in (1, 5, 25, 100, 400))
 _OVER_HOSTS = {
     "best": best_all_reduce,
     "ring": ring_all_reduce,
@@ -62,47 +54,22 @@ _OVER_HOSTS = {
 
 
 _NUMBER_BYTES = 8
-_COUNT_NUMBERS = 4  # whether a rank has failed, its count, whether it has anything to run, and a request
+_COUNT_NUMBERS = 4  # of each rank: whether it has failed, its count, whether it has samples, and a request
 
 
-@dataclass(frozen=True, slots=True)
-class ControlMessages:
-    """The collectives of the control group in a step, after the first steps and the check of the loss.
+def control_bytes(num_parameters: int, *, counts_need_data: bool) -> tuple[int, int]:
+    """Return the bytes of a rank's messages before and at the end of a step (not the first ones); 0: no message.
 
-    `parallel/agreement.py` sums one float64 message in each step: the loss of one term, a flag for each
-    parameter, two for leaving, and a digest and its square for each of `NUM_DIGESTS`. If counts need the data,
-    `World.gather_from` gathers a few numbers before it. Ranks in agreement send no other messages.
+    If counts need the data, `World.gather_from` gathers a few numbers before the step. At the end of the step
+    `parallel/agreement.py` gathers the loss of one term, a byte per parameter, two more, and `NUM_DIGESTS` digests.
     """
-
-    agreement_bytes: int
-    count_bytes: int  # bytes of a rank's part of the gather; 0 without a gather
-
-    @classmethod
-    def of(cls, num_parameters: int, *, counts_need_data: bool) -> "ControlMessages":
-        """Return the messages of a model with `num_parameters` tensors and a loss of one term."""
-        numbers = 1 + num_parameters + 2 + 2 * NUM_DIGESTS
-        return cls(_NUMBER_BYTES * numbers, _NUMBER_BYTES * _COUNT_NUMBERS if counts_need_data else 0)
-
-    def agreement_seconds(self, num_ranks: int, link: Link) -> float:
-        """Return the seconds of the sum at the end of a step, whose latency grows with the ranks' logarithm."""
-        return doubling_all_reduce(self.agreement_bytes, num_ranks, link)
-
-    def count_seconds(self, num_ranks: int, link: Link) -> float:
-        """Return the seconds of the gather before a step, whose bytes grow with the number of ranks."""
-        return bruck_all_gather(self.count_bytes * num_ranks, num_ranks, link) if self.count_bytes else 0.0
-
-    def messages(self, num_ranks: int) -> int:
-        """Return the number of messages that all ranks send in a step, without acknowledgements."""
-        return sum_messages(num_ranks) + (gather_messages(num_ranks) if self.count_bytes else 0)
+    counts = _NUMBER_BYTES * _COUNT_NUMBERS if counts_need_data else 0
+    return counts, 2 + num_parameters + _NUMBER_BYTES * (1 + NUM_DIGESTS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Communication:
-    """End times of the parts of a step, in seconds from its start."""
-
-    computed: float  # end of the last backward, including waits
-    reduced: float  # end of the last reduction of gradients
-    gathered_seconds: float = 0.0  # duration of gathering weights after the update
+def control_seconds(num_bytes: int, num_ranks: int, link: Link) -> float:
+    """Return the seconds of a gather of `num_bytes` from each rank."""
+    return bruck_all_gather(num_bytes * num_ranks, num_ranks, link) if num_bytes else 0.0
 
 
 def forecast(
@@ -129,32 +96,29 @@ def forecast(
     Raises:
         UserError: the number of ranks or the strategy is invalid.
     """
-    checked_int("world_size", world_size, least=2)
+    checked_int("world_size", world_size, minimum=2)
     if strategy not in get_args(StrategyName):
         message = f"{strategy=} cannot be forecast: it must be 'all_reduce', 'ddp', 'zero1' or 'fsdp'."
         raise UserError(message)
 
-    def row(num_ranks: int, changed: Workload = workload) -> ForecastRow:
-        return _row(changed, cluster, num_ranks, strategy, reduction)
+    def row(num_ranks: int) -> ForecastRow:
+        return _row(workload, cluster, num_ranks, strategy, reduction)
 
-    sizes = [2**power for power in range(LARGEST_WORLD.bit_length())]
-    largest, why = largest_useful([row(size) for size in sizes], workload)
-    shown = sorted({*(size for size in sizes if size < world_size), world_size})
-    alone = row(1).samples_per_second
+    sizes = [2**power for power in range(MAX_WORLD_SIZE.bit_length())]
+    rows = [row(size) for size in sizes]
+    largest, why = largest_useful(rows, workload)
+    alone = rows[0].samples_per_second
+    shown = [one for one in rows if one.world_size < world_size] + [row(world_size)]
     return ForecastReport(
         workload=workload,
         cluster=cluster,
         strategy=strategy,
         reduction=reduction if strategy == "fsdp" else None,
-        rows=tuple(_with_efficiency(row(size), alone) for size in shown),
+        rows=tuple(
+            dataclasses.replace(one, efficiency=one.samples_per_second / (one.world_size * alone)) for one in shown
+        ),
         largest_useful=largest,
         why=why,
-        accumulation=tuple(_accumulated(workload, steps, world_size, row) for steps in _STEPS),
-        bucket=tuple(
-            Effect(size / _MEBIBYTE, found.step_seconds, found.samples_per_second / (world_size * alone))
-            for size in _BUCKETS
-            for found in [row(world_size, dataclasses.replace(workload, bucket_bytes=size))]
-        ),
         unvalidated=_unvalidated(cluster, strategy, world_size),
     )
 
@@ -168,9 +132,9 @@ def largest_useful(rows: Sequence[ForecastRow], workload: Workload) -> tuple[int
         gain = more.samples_per_second / fewer.samples_per_second
         if gain >= USEFUL_GAIN:
             continue
-        said = f"{more.world_size:,} ranks make {gain:.2f} times the samples/s of {fewer.world_size:,}"
+        gained = f"{more.world_size:,} ranks make {gain:.2f} times the samples/s of {fewer.world_size:,}"
         if more.world_size > more.num_samples:
-            return fewer.world_size, f"{said}: a step has {workload.effective_batch_size:,} samples, fewer than ranks"
+            return fewer.world_size, f"{gained}: a step has {workload.effective_batch_size:,} samples, fewer than ranks"
         waits = {
             "gradients and weights that wait for the network": more.exposed_seconds,
             "the control plane": more.control_seconds,
@@ -179,7 +143,7 @@ def largest_useful(rows: Sequence[ForecastRow], workload: Workload) -> tuple[int
             + workload.micro_batch.fixed_seconds * more.accumulation_steps,
         }
         name = max(waits, key=lambda one: waits[one])
-        return fewer.world_size, f"{said}: {waits[name] / more.step_seconds:.0%} of a step is {name}"
+        return fewer.world_size, f"{gained}: {waits[name] / more.step_seconds:.0%} of a step is {name}"
     return None, f"up to {rows[-1].world_size:,} ranks each doubling brings at least {USEFUL_GAIN} times the samples/s"
 
 
@@ -192,19 +156,19 @@ def _row(
     late = computing * workload.variation * expected_maximum(num_ranks)
     # Reductions start when the slowest rank is ready; all of its micro-batches are slow.
     slowed = [seconds * (1.0 + late / computing) for seconds in micro_batches]
-    parts = _sharded if strategy == "fsdp" else _replicated
-    found = parts(workload, cluster, num_ranks, slowed, reduction)
-    update = workload.update_seconds
-    if strategy == "zero1":
-        found = dataclasses.replace(found, gathered_seconds=_gather(cluster, workload.gradient_bytes, num_ranks))
-    if strategy in ("zero1", "fsdp"):
-        update /= num_ranks
-    control = ControlMessages.of(workload.num_parameters, counts_need_data=workload.counts_need_data)
+    if num_ranks == 1:
+        computed = reduced = sum(slowed)
+    elif strategy == "fsdp":
+        computed, reduced = _sharded(workload, cluster, num_ranks, slowed, reduction)
+    else:
+        computed, reduced = _replicated(workload, cluster, num_ranks, slowed)
+    gathered = _gather(cluster, workload.gradient_bytes, num_ranks) if strategy == "zero1" else 0.0
+    update = workload.update_seconds / (num_ranks if strategy in ("zero1", "fsdp") else 1)
+    count_bytes, agreement_bytes = control_bytes(workload.num_parameters, counts_need_data=workload.counts_need_data)
+    counting = control_seconds(count_bytes, num_ranks, cluster.control)
     # The agreement starts after the last backward, in parallel with the last buckets.
-    agreed = found.computed + control.agreement_seconds(num_ranks, cluster.control)
-    end = max(found.reduced, agreed)
-    counting = control.count_seconds(num_ranks, cluster.control)
-    step = counting + end + update + found.gathered_seconds
+    end = max(reduced, computed + control_seconds(agreement_bytes, num_ranks, cluster.control))
+    step = counting + end + update + gathered
     _, steps, size = workload.share(num_ranks)
     return ForecastRow(
         world_size=num_ranks,
@@ -216,26 +180,23 @@ def _row(
         efficiency=1.0,
         compute_seconds=computing,
         straggler_seconds=late,
-        exposed_seconds=found.reduced - computing - late + found.gathered_seconds,
-        control_seconds=counting + end - found.reduced,
+        exposed_seconds=reduced - computing - late + gathered,
+        control_seconds=counting + end - reduced,
         update_seconds=update,
     )
 
 
 def _replicated(
-    workload: Workload, cluster: Cluster, num_ranks: int, micro_batches: Sequence[float], _reduction: FsdpReduction
-) -> _Communication:
-    """Return the end times of replicas, which send buckets during the last backward.
+    workload: Workload, cluster: Cluster, num_ranks: int, micro_batches: Sequence[float]
+) -> tuple[float, float]:
+    """Return the ends of the last backward and the last reduction of replicas, which send buckets during this backward.
 
     Buckets are completed at an even rate and reduced one after the other. If the network is slower than the backward,
-    they follow each other without a pause; otherwise only the last one is exposed, or the last two if the last is
-    smaller.
+    reductions follow each other without a pause; otherwise only the last bucket is exposed, or the last two if the last
+    is smaller.
     """
-    computed = sum(micro_batches)
-    if num_ranks == 1:
-        return _Communication(computed=computed, reduced=computed)
     num_full, rest = divmod(workload.gradient_bytes, workload.bucket_bytes)
-    backward = workload.backward_share * micro_batches[-1]
+    computed, backward = sum(micro_batches), workload.backward_share * micro_batches[-1]
     full_ready = backward * min(1.0, workload.bucket_bytes / workload.gradient_bytes)
     full = all_reduce_seconds(cluster, workload.bucket_bytes, num_ranks)
     last = all_reduce_seconds(cluster, rest, num_ranks) if rest else 0.0
@@ -246,24 +207,21 @@ def _replicated(
     ends = [full_ready + total, backward + (last if rest else full)]
     if num_full and rest:
         ends.append(num_full * full_ready + (max(full, last) if cluster.algorithm == "gloo" else full + last))
-    return _Communication(computed=computed, reduced=max(computed, computed - backward + max(ends)))
+    return computed, max(computed, computed - backward + max(ends))
 
 
 def _sharded(
     workload: Workload, cluster: Cluster, num_ranks: int, micro_batches: Sequence[float], reduction: FsdpReduction
-) -> _Communication:
-    """Return the end times of sharded ranks, which gather each block's weights in every micro-batch."""
-    if num_ranks == 1:
-        return _Communication(computed=sum(micro_batches), reduced=sum(micro_batches))
+) -> tuple[float, float]:
+    """Return the ends of the last backward and the last reduction of ranks that gather weights in each micro-batch."""
     gathers = [_gather(cluster, size, num_ranks) for size in workload.buckets]
-    now = 0.0
-    computed = 0.0
+    now = computed = 0.0
     for number, seconds in enumerate(micro_batches):
         reduces = reduction == "every_micro_batch" or number == len(micro_batches) - 1
         backward = workload.backward_share * seconds
         times = _sharded_micro_batch(seconds - backward, backward, gathers, gathers[::-1] if reduces else ())
         computed, now = now + times[0], now + times[1]
-    return _Communication(computed=computed, reduced=now)
+    return computed, now
 
 
 def _sharded_micro_batch(
@@ -291,7 +249,7 @@ def _sharded_micro_batch(
 
 
 def expected_maximum(num_ranks: int) -> float:
-    """Return the expected maximum of several draws of a standard normal distribution (Blom 1958), within 0.03."""
+    """Return the expected maximum of `num_ranks` draws of a standard normal distribution (Blom 1958), within 0.03."""
     return NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))
 
 
@@ -311,24 +269,10 @@ def all_reduce_seconds(cluster: Cluster, num_bytes: float, num_ranks: int) -> fl
 
 
 def _gather(cluster: Cluster, num_bytes: float, num_ranks: int) -> float:
-    """Return the seconds of an all-gather, the same as for a reduce-scatter."""
+    """Return the seconds of an all-gather, the same as of a reduce-scatter."""
     inner = cluster.inner_link or cluster.link
     devices = 1 if cluster.inner_link is None else cluster.devices_per_host
     return hierarchical_all_gather(num_bytes, num_ranks, devices, inner=inner, outer=cluster.link)
-
-
-def _accumulated(
-    workload: Workload, steps: int, world_size: int, row: Callable[[int, Workload], ForecastRow]
-) -> Effect:
-    """Return the effect of accumulation if each rank runs `steps` full micro-batches."""
-    changed = dataclasses.replace(workload, effective_batch_size=None, accumulation_steps=steps)
-    found, alone = row(world_size, changed), row(1, changed)
-    efficiency = found.samples_per_second / (world_size * alone.samples_per_second)
-    return Effect(float(steps), found.step_seconds, efficiency)
-
-
-def _with_efficiency(row: ForecastRow, alone: float) -> ForecastRow:
-    return dataclasses.replace(row, efficiency=row.samples_per_second / (row.world_size * alone))
 
 
 def _unvalidated(cluster: Cluster, strategy: StrategyName, world_size: int) -> tuple[str, ...]:
@@ -352,62 +296,21 @@ def _unvalidated(cluster: Cluster, strategy: StrategyName, world_size: int) -> t
     return tuple(found)
 
 
-def largest_worlds(report: ComparisonReport, cluster: Cluster) -> dict[str, int]:
-    """Return the largest useful number of ranks by way, at the compared effective batch size.
-
-    A micro-batch of m samples takes `a + b m` seconds: a and b are fitted to the small and the native batch, including
-    the update.
-    """
-    by_name = {one.way.name: one for one in report.results}
-    small, native = by_name.get("small batch"), by_name.get("native")
-    if small is None or native is None or small.way.num_samples == native.way.num_samples:
-        return {}
-    slope = (native.seconds_per_step - small.seconds_per_step) / (native.way.num_samples - small.way.num_samples)
-    fixed = small.seconds_per_step - slope * small.way.num_samples
-    found, strategies = {}, {name: name for name in get_args(StrategyName)}
-    for one in report.results:
-        strategy = strategies.get(one.way.strategy or "")
-        if strategy is None or one.way.num_ranks == 1:
-            continue
-        workload = Workload(
-            # A line through two noisy times may start below 0 or have a negative slope.
-            micro_batch=SecondsFit(max(0.0, fixed), max(slope, 1e-3 * native.seconds_per_sample)),
-            micro_batch_size=one.way.micro_batch_size,
-            gradient_bytes=one.gradient_bytes,
-            effective_batch_size=one.way.num_samples,
-        )
-        largest = forecast(workload, cluster, world_size=2, strategy=strategy).largest_useful
-        if largest is not None:
-            found[one.way.name] = largest
-    return found
-
-
 SizedJob = Callable[[int], tuple[TrainSpec, Callable[[int], Iterable[EffectiveBatch]]]]
 """Function of an effective batch size that returns a new `TrainSpec` and its data, as for `tune`."""
-_LEAST_ROUNDS, _LEAST_SECONDS = 5, 2.0
+_MIN_ROUNDS, _MIN_SECONDS = 5, 2.0
 """Minimum number of rounds and total time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OneRank:
-    """Measurements of one rank; fields as in `Workload`."""
-
-    micro_batch: SecondsFit
-    micro_batch_size: int
-    update_seconds: float
-    gradient_bytes: int
-    num_parameters: int
 
 
 def time_one_rank(
     job: SizedJob,
     micro_batch_size: int,
     *,
-    most_seconds: float = 15.0,
+    max_seconds: float = 15.0,
     clock: Callable[[], float] = time.perf_counter,
     world: World | None = None,
-) -> OneRank:
-    """Time steps with one micro-batch, with two, and with one of half the size, interleaved.
+) -> Workload:
+    """Return the workload of weak scaling, from the times of steps with one micro-batch, two, and one of half the size.
 
     With `a + b m` seconds for a micro-batch of m samples, and u for the update and other work once per step:
 
@@ -417,8 +320,8 @@ def time_one_rank(
     one of m  - (a + b m)           = u
     ```
 
-    Each difference is the median over rounds with one step of each, so that other load on the machine affects all three
-    equally and single delays do not matter.
+    Each difference is the median over rounds that run each of the three steps once, so that other load on the machine
+    affects all three equally and single delays do not matter.
 
     Raises:
         BatchSizeError: a micro-batch does not fit, or the data set is too small.
@@ -432,7 +335,7 @@ def time_one_rank(
     parts = [BatchSubset(batch, range(few)) for few in (micro_batch_size, half)]
     hardware = Hardware(micro_batch_size=micro_batch_size, world=world)
     with Engine.from_spec(spec_for_repeated_steps(train), hardware) as engine:
-        rounds = _rounds(engine, world.device, [CachedBatch(part) for part in (batch, *parts)], most_seconds, clock)
+        rounds = _rounds(engine, world.device, [CachedBatch(part) for part in (batch, *parts)], max_seconds, clock)
     whole = median(two - one for two, one, _ in rounds)
     if whole <= 0.0:
         two, one, _ = (median(times) for times in zip(*rounds, strict=True))
@@ -448,7 +351,7 @@ def time_one_rank(
     slope = min(max(slope, 0.0), whole / micro_batch_size)
     modules = [train.model] if isinstance(train.model, torch.nn.Module) else list(train.model.values())
     trained = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
-    return OneRank(
+    return Workload(
         micro_batch=SecondsFit(whole - slope * micro_batch_size, slope),
         micro_batch_size=micro_batch_size,
         update_seconds=max(0.0, median(2.0 * one - two for two, one, _ in rounds)),
@@ -461,13 +364,13 @@ def _rounds(
     engine: Engine,
     device: torch.device,
     batches: Sequence[EffectiveBatch],
-    most_seconds: float,
+    max_seconds: float,
     clock: Callable[[], float],
 ) -> list[tuple[float, float, float]]:
-    """Return the seconds of a step of each of the three batches, two micro-batches first, round by round."""
+    """Return, for each round, the seconds of a step of each of the three batches; two micro-batches come first."""
 
     def now() -> float:
-        # Kernels run asynchronously: wait, or a step would seem to end when it has only been launched.
+        # Kernels run asynchronously, so without waiting a step would seem to end when it is launched.
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         return clock()
@@ -483,9 +386,9 @@ def _rounds(
         seconds(batch)
     found: list[tuple[float, float, float]] = []
     begun = now()
-    while (passed := now() - begun) < most_seconds or not found:
+    while (passed := now() - begun) < max_seconds or not found:
         rising = bool(found) and median(two - one for two, one, _ in found) > 0.0
-        if rising and len(found) >= _LEAST_ROUNDS and passed >= _LEAST_SECONDS:
+        if rising and len(found) >= _MIN_ROUNDS and passed >= _MIN_SECONDS:
             break
         two, one, less = (seconds(batch) for batch in batches)
         found.append((two, one, less))

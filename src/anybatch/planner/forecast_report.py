@@ -1,4 +1,4 @@
-"""Inputs of a forecast, and its report as text and as a picture."""
+"""The inputs of a forecast, and its report as text and as a picture."""
 
 import dataclasses
 import math
@@ -8,18 +8,17 @@ from typing import Any, Literal
 
 from anybatch.core.collectives import Link
 from anybatch.core.geometry import SecondsFit, ceil_div, checked_int
-from anybatch.core.units import in_bytes, per_second, three_digits
+from anybatch.core.units import columns, in_bytes, per_second, three_digits
 from anybatch.diagnostics.figures import COLOURS
 from anybatch.errors import UserError
 from anybatch.events.matplotlib_files import import_drawing
 
 StrategyName = Literal["all_reduce", "ddp", "zero1", "fsdp"]
-Scaling = Literal["strong", "weak"]
 FsdpReduction = Literal["every_micro_batch", "last_micro_batch"]
 Algorithm = Literal["best", "ring", "tree", "gloo"]
 
 BACKWARD_SHARE = 2 / 3
-"""A backward has two products for each product of the forward, one for inputs and one for weights."""
+"""Share of a micro-batch's time: the backward has two products (inputs and weights) per product of the forward."""
 CONTROL_LATENCY_SECONDS = 100e-6
 """Minimum latency of a control-plane round, measured between two network namespaces of a busy machine
 (benchmarks/control_plane.py). TCP accounts for 30 us (benchmarks/results/several_hosts_cpu_2026-11-24.md), waking
@@ -34,12 +33,12 @@ class Workload:
         micro_batch: seconds of forward and backward as a function of the samples of a micro-batch.
         micro_batch_size: maximum samples of a micro-batch.
         gradient_bytes: bytes of one copy of all gradients, as communicated.
-        effective_batch_size: samples of a step over all ranks; None if shares do not depend on the number of ranks.
-        accumulation_steps: micro-batches of a rank share; None for as few as possible.
+        effective_batch_size: samples of a step over all ranks; None if the samples per rank are fixed (weak scaling).
+        accumulation_steps: micro-batches of each rank in a step; None for as few as possible.
         update_seconds: time of the optimizer on a rank that updates all parameters.
         bucket_bytes: size of a bucket of gradients, and of the weights that FSDP gathers together.
         backward_share: share of the backward in a micro-batch's time.
-        variation: standard deviation of the ranks' times for their shares, relative to the mean.
+        variation: standard deviation of the ranks' times in a step, relative to the mean.
         num_parameters: number of tensors with a gradient; the last message of a step has a flag for each.
         counts_need_data: the loss counts tokens or other items in the data, so ranks exchange counts before a step.
 
@@ -66,29 +65,24 @@ class Workload:
             if getattr(self, name) is not None:
                 checked_int(name, getattr(self, name))
         for name in ("update_seconds", "variation", "backward_share"):
-            value, most = getattr(self, name), 1.0 if name == "backward_share" else math.inf
-            if not 0.0 <= value <= most:
-                message = f"{name}={value} must be a number from 0 to {most}."
+            value, maximum = getattr(self, name), 1.0 if name == "backward_share" else math.inf
+            if not 0.0 <= value <= maximum:
+                message = f"{name}={value} must be a number from 0 to {maximum}."
                 raise UserError(message)
         if not 0.0 < self.micro_batch.seconds(self.micro_batch_size) < math.inf:
             message = f"a micro-batch of {self.micro_batch_size} samples must take a positive time: {self.micro_batch}."
             raise UserError(message)
 
     @property
-    def scaling(self) -> Scaling:
-        """Strong: the effective batch is fixed. Weak: the rank share is fixed, and the effective batch grows."""
-        return "weak" if self.effective_batch_size is None else "strong"
-
-    @property
     def buckets(self) -> tuple[int, ...]:
-        """Bytes of each bucket, in backward order: full ones, then the rest."""
+        """Bytes of each bucket, in the order of the backward: full buckets, then the rest."""
         full, rest = divmod(self.gradient_bytes, self.bucket_bytes)
         return (self.bucket_bytes,) * full + ((rest,) if rest else ())
 
     def share(self, num_ranks: int) -> tuple[int, int, int]:
-        """Return the samples of the largest rank share, its number of micro-batches, and their size.
+        """Return the samples of the rank with the most, the number of its micro-batches, and their size.
 
-        In strong scaling the share is cut into `accumulation_steps` parts, or into as few as fit.
+        With an effective batch size, the samples are split into `accumulation_steps` parts, or into as few as fit.
         """
         if self.effective_batch_size is None:
             steps = self.accumulation_steps or 1
@@ -103,7 +97,7 @@ class Workload:
         return self.effective_batch_size or num_ranks * self.share(num_ranks)[0]
 
     def micro_batch_seconds(self, num_ranks: int) -> tuple[float, ...]:
-        """Return the seconds of each micro-batch of the largest share; the last one may be smaller."""
+        """Return the seconds of each micro-batch of the rank with the most samples; the last one may be smaller."""
         share, steps, size = self.share(num_ranks)
         return (self.micro_batch.seconds(size),) * (steps - 1) + (self.micro_batch.seconds(share - (steps - 1) * size),)
 
@@ -116,8 +110,8 @@ class Cluster:
         link: link of a host.
         inner_link: link between the devices of a host; None for one device per host.
         devices_per_host: devices that share the host's link.
-        algorithm: all-reduce algorithm over hosts: "ring", "tree", "best" (of these for each size), or "gloo" (gloo's
-            ring, the only one compared with measurements).
+        algorithm: all-reduce algorithm over hosts: "ring", "tree", "best" (the faster of the two at each size), or
+            "gloo" (gloo's ring, the only algorithm compared with measurements).
         control_link: link of the control plane; None for `link` with at least `CONTROL_LATENCY_SECONDS`.
 
     Raises:
@@ -154,7 +148,7 @@ class Cluster:
 
 
 USEFUL_GAIN = 1.5
-"""A doubling is useful if it gives at least this factor in samples per second, half of the ideal gain."""
+"""Twice the ranks are useful if they give at least this factor in samples per second, half of the ideal gain."""
 _HEAD = ("ranks", "samples", "cut", "step", "samples/s", "efficiency", "slowest", "network", "control")
 _PARTS = (
     ("computing", "compute_seconds", 0),
@@ -174,13 +168,13 @@ class ForecastRow:
         world_size: number of ranks.
         num_samples: samples of the step, over all ranks.
         micro_batch_size: samples of a micro-batch.
-        accumulation_steps: micro-batches of the largest share.
+        accumulation_steps: micro-batches of the rank with the most samples.
         step_seconds: time of the step, the sum of the last five fields.
         samples_per_second: throughput of all ranks.
         efficiency: throughput relative to ranks times the throughput of one rank.
         compute_seconds: forwards and backwards of an average rank.
         straggler_seconds: delay of the slowest rank.
-        exposed_seconds: communication of gradients and weights not hidden by computation.
+        exposed_seconds: communication of gradients and weights that computation does not hide.
         control_seconds: exposed time of the control plane: counts and agreement.
         update_seconds: the optimizer's update.
     """
@@ -199,36 +193,19 @@ class ForecastRow:
     update_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """Forecast for another number of accumulation steps or another bucket size.
-
-    Attributes:
-        value: the number of accumulation steps, or the bucket size in MiB.
-        step_seconds: time of a step.
-        efficiency: relative to one rank.
-    """
-
-    value: float
-    step_seconds: float
-    efficiency: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastReport:
-    """Predicted steps on growing numbers of ranks; `print(report)` shows it.
+    """Predicted steps on increasing numbers of ranks; `print(report)` shows the whole report.
 
     Attributes:
-        workload: input of the forecast.
+        workload: the sizes and times that the forecast is based on.
         cluster: the network.
         strategy: how ranks sum gradients.
         reduction: when fsdp reduces; None for other strategies.
         rows: one row for each number of ranks, ascending.
-        largest_useful: ranks up to which each doubling gives `USEFUL_GAIN` times the samples per second; None if no
-            limit was found.
+        largest_useful: number of ranks up to which each doubling multiplies samples per second by at least
+            `USEFUL_GAIN`; None if no limit was found.
         why: the reason for this limit, as a clause.
-        accumulation: effects of accumulation on the largest number of ranks.
-        bucket: effects of the bucket size on the largest number of ranks.
         unvalidated: parts of the forecast that were not compared with measurements.
     """
 
@@ -239,8 +216,6 @@ class ForecastReport:
     rows: tuple[ForecastRow, ...]
     largest_useful: int | None
     why: str
-    accumulation: tuple[Effect, ...]
-    bucket: tuple[Effect, ...]
     unvalidated: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -249,7 +224,6 @@ class ForecastReport:
 
     def __str__(self) -> str:
         """Return tables, the largest useful number of ranks, and the assumptions."""
-        most = self.rows[-1].world_size
         last = self.largest_useful
         useful = "no end found" if last is None else f"{last:,} rank{'s' * (last != 1)}"
         lines = [
@@ -259,12 +233,6 @@ class ForecastReport:
             "",
             f"largest useful world: {useful}; {self.why}.",
             f"(useful: each doubling brings at least {USEFUL_GAIN} times the samples/s)",
-            "",
-            f"on {most:,} ranks, by accumulation steps of {self.workload.micro_batch_size} samples on each rank:",
-            *_effects(self.accumulation, "steps"),
-            "",
-            f"on {most:,} ranks, by bucket size:",
-            *_effects(self.bucket, "MiB"),
             "",
             *self._assumptions(),
         ]
@@ -303,8 +271,7 @@ class ForecastReport:
                     *(f"{part / row.step_seconds:.0%}" for part in parts),
                 )
             )
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-        return ["  ".join(["", *(cell.rjust(width) for cell, width in zip(row, widths, strict=True))]) for row in rows]
+        return [f"  {line}" for line in columns(rows, num_left=0)]
 
     def _assumptions(self) -> list[str]:
         work = self.workload
@@ -312,18 +279,11 @@ class ForecastReport:
             "assumed: no contention between ranks; gradients are ready at an even rate during the last backward,",
             f"  which is {work.backward_share:.0%} of a micro-batch;",
             f"  ranks' times are normally distributed (variation {work.variation:.1%}), and all wait for the slowest;",
-            "  ranks agree in about log2 N rounds, each with the latency of --control-link (100 us).",
+            "  ranks agree in about log2 N rounds, each with the latency of the control link (100 us).",
         ]
         if self.unvalidated:
             lines.append(f"not validated against measurements: {'; '.join(self.unvalidated)}.")
         return lines
-
-
-def _effects(effects: tuple[Effect, ...], unit: str) -> list[str]:
-    return [
-        f"  {one.value:>6g} {unit}  {three_digits(1000 * one.step_seconds):>9} ms  {one.efficiency:>4.0%}"
-        for one in effects
-    ]
 
 
 def draw_forecast(report: ForecastReport, path: Path) -> None:

@@ -9,13 +9,11 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from anybatch.core.geometry import even_size
 from anybatch.core.splitting import BatchPlan, Cut, plan_batch
-from anybatch.core.units import in_bytes, per_second, three_digits
-from anybatch.diagnostics.memory_pictures import MemoryBar, MemoryPicture, draw_memory
-from anybatch.memory.counted import Counted, counting_text
+from anybatch.core.units import columns, in_bytes, per_second, three_digits
+from anybatch.diagnostics.memory_pictures import MemoryPicture, draw_memory, memory_bars
+from anybatch.memory.device_memory import Counted, counting_text
 from anybatch.memory.trace import ORDER, timeline
-from anybatch.norms.layers import batch_norms
 from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch.planner.budget import Budget
 from anybatch.planner.changes import Change, code_of, optimizer_name
@@ -31,11 +29,10 @@ from anybatch.planner.fit import (
     propose,
     reshaped,
 )
-from anybatch.planner.step_time import CostLine, Rates, StepSeconds, rates_of
-from anybatch.planner.trace.step_spec import StepSpec, as_module, built
+from anybatch.planner.step_spec import StepSpec, as_module, built
+from anybatch.planner.step_time import StepSeconds
 
 _NAME_WIDTH, _COLUMNS = 11, 80
-_MAX_NAMES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,17 +45,14 @@ class Plan:
         num_parameters: number of parameters, including frozen ones.
         optimizer: class name of the optimizer.
         precision: number formats of forward and backward.
-        target: the device's memory and rates, and the effective batch size.
-        batch: how the effective batch is cut and dealt at the proposed size.
+        target: the device, and the effective batch size.
+        batch: how the effective batch is split into micro-batches and over ranks at the proposed size.
         baseline: the step without proposed changes, with the largest micro-batch that fits.
-        costs: costs of its operations, at any micro-batch size.
         changes: the step with each proposed change, the fastest first.
-        exact: whether every allocation is linear in the micro-batch size; False if some are quadratic.
         notes: notes for the user about the plan.
         seconds: time that planning took.
         asked: changes requested by the user and included in the step.
         answer: the combination of changes that fits, if requested.
-        batch_norms: names of BatchNorm layers, which compute statistics per micro-batch.
     """
 
     name: str
@@ -69,14 +63,11 @@ class Plan:
     target: PlanTarget
     batch: BatchPlan
     baseline: Fit
-    costs: CostLine
     changes: tuple[Fit, ...]
-    exact: bool
     notes: tuple[str, ...]
     seconds: float
     asked: tuple[Change, ...] = ()
     answer: Answer | None = None
-    batch_norms: tuple[str, ...] = ()
 
     @property
     def budget(self) -> Budget:
@@ -98,22 +89,6 @@ class Plan:
         """Micro-batches per rank and step at the proposed size."""
         return self.baseline.accumulation_steps
 
-    def seconds_on(self, world_size: int) -> StepSeconds | None:
-        """Return the time of a step of the same effective batch on another number of devices; None if unknown.
-
-        The micro-batch size is the largest that fits, limited by the rank share.
-
-        Args:
-            world_size: number of devices.
-        """
-        fit = self.baseline
-        # Without a time for gathers, the time on any number of devices is unknown.
-        if not fit.fits or (self.target.rates is not None and fit.seconds is None):
-            return None
-        share = self.target.share(world_size)
-        size = even_size(share, fit.largest) if fit.asked is None else min(share, fit.asked)
-        return self.target.seconds(self.costs, size, world_size)
-
     def summary(self) -> Mapping[str, str]:
         """Return the rows of the printed summary by label.
 
@@ -126,7 +101,7 @@ class Plan:
         fit = self.baseline
         sizes: dict[str, int] = {name: fit.peak.by_category[name] for name in ORDER}
         sizes["allocator"] = fit.reserved_bytes - fit.peak.num_bytes
-        sizes["libraries"] = self.budget.outside_bytes + self.budget.workspace_bytes
+        sizes["libraries"] = self.budget.overhead_bytes
         return {name: size for name, size in sizes.items() if size}
 
     def __str__(self) -> str:
@@ -139,14 +114,16 @@ class Plan:
             *_rows(**self.summary()),
             *_time(self),
             "",
-            *str(MemoryBar(self.bytes_by_purpose(), self.budget.total_bytes)).splitlines(),
+            *memory_bars(self.bytes_by_purpose(), self.budget.total_bytes).splitlines(),
         ]
         if self.changes:
             lines += ["", *_table(self)]
         if self.answer is not None:
             lines += ["", *_answer(self, self.answer)]
         lines += ["", *counting_text(*counted_kinds(self.baseline)).splitlines()]
-        lines += [*(f"note: {note}" for note in (*self.budget.notes, *self.notes)), _made(self)]
+        lines += [f"note: {note}" for note in (*self.budget.notes, *self.notes)]
+        checked = "; linear in the batch, checked at a third size" if self.baseline.fits else ""
+        lines.append(f"planned in {self.seconds:.1f} s without the device{checked}")
         return "\n".join(lines)
 
 
@@ -162,33 +139,28 @@ def counted_kinds(fit: Fit) -> tuple[Counted, ...]:
 
 def peak_text(fit: Fit, budget: Budget) -> str:
     """Format the peak memory of a step: of its tensors, and of the device."""
-    taken = fit.reserved_bytes + budget.outside_bytes + budget.workspace_bytes
-    sizes: dict[Counted, int] = {"in tensors": fit.peak.num_bytes, "in all": taken}
-    return ", ".join(f"{in_bytes(sizes[way])} {way}" for way in counted_kinds(fit))
+    device_bytes = fit.reserved_bytes + budget.overhead_bytes
+    sizes: dict[Counted, int] = {"in tensors": fit.peak.num_bytes, "in all": device_bytes}
+    return ", ".join(f"{in_bytes(sizes[kind])} {kind}" for kind in counted_kinds(fit))
 
 
 def _time(plan: Plan) -> list[str]:
-    """Return rows with the time of a step and the samples per second on several numbers of devices."""
+    """Return the row with the time of a step and the samples per second."""
     seconds = plan.baseline.seconds
     if seconds is None or not plan.baseline.fits:
         return []
-    known = "measured rates" if seconds.is_calibrated else "uncalibrated: from the data sheet"
+    rate = per_second(plan.batch.num_samples / seconds.total)
+    return _rows(time=f"{_seconds_text(seconds)}; {rate} samples/s")
+
+
+def _seconds_text(seconds: StepSeconds) -> str:
     band = f"{in_seconds(seconds.least)} and {in_seconds(seconds.greatest)}"
-    rows = _rows(time=f"{in_seconds(seconds.total)} a step, between {band} ({known})")
-    for world_size in sorted({1, 8, plan.batch.world_size}):
-        other = plan.seconds_on(world_size)
-        # The speed of links is only known for a device given by name.
-        if other is None or (world_size > 1 and plan.budget.device is None):
-            continue
-        rate = plan.batch.num_samples / other.total
-        rows.append(f"{'':{_NAME_WIDTH}}{per_second(rate)} samples/s on {world_size}")
-    return rows
+    return f"{in_seconds(seconds.total)} a step, between {band} (from the data sheet)"
 
 
 def _fitting(plan: Plan) -> dict[str, str]:
     fit, budget = plan.baseline, plan.budget
-    taken = fit.reserved_bytes + budget.outside_bytes + budget.workspace_bytes
-    left = 1.0 - taken / budget.total_bytes
+    left = 1.0 - (fit.reserved_bytes + budget.overhead_bytes) / budget.total_bytes
     return {
         "fits": f"micro-batches of {fit.micro_batch_size}: {plan.batch}",
         "peak": f"{peak_text(fit, budget)}, {_moment(fit)}",
@@ -202,8 +174,6 @@ def _bound(plan: Plan) -> str:
     fit, usable = plan.baseline, plan.budget.usable_bytes
     if fit.binds == "batch":
         return ", which is all there is for a rank"
-    if fit.binds == "branch":
-        return ", above which the step does something else"
     if fit.binds == "allocator":
         return f": tensors would leave room for {fit.envelope.largest(usable)}, the allocator's rounding does not"
     what = "the optimizer's step" if fit.binds == "optimizer step" else "tensors"
@@ -217,7 +187,7 @@ def _nothing_fits(plan: Plan) -> dict[str, str]:
     fit, usable = plan.baseline, max(0, plan.budget.usable_bytes)
     # A category that alone exceeds the budget is the reason, regardless of the others.
     nothing_left = (
-        f"libraries take {in_bytes(plan.budget.outside_bytes + plan.budget.workspace_bytes)} of "
+        f"libraries take {in_bytes(plan.budget.overhead_bytes)} of "
         f"{in_bytes(plan.budget.total_bytes)}, and {100 * plan.budget.headroom:.0f}% is kept free"
     )
     alone = [(size, name) for name, size in fit.peak.by_category.items() if size > usable]
@@ -229,24 +199,21 @@ def _nothing_fits(plan: Plan) -> dict[str, str]:
     else:
         largest = sorted(((size, name) for name, size in fit.peak.by_category.items()), reverse=True)[:3]
         term = "no part alone is too large; " + ", ".join(f"{name} {in_bytes(size)}" for size, name in largest)
+    samples = "one sample takes" if fit.micro_batch_size == 1 else f"{fit.micro_batch_size} samples take"
     fitting = [change for change in plan.changes if change.fits]
-    cure = f"{fitting[0].name}: {fitting[0].how}" if fitting else "none of those tried"
+    change = f"{fitting[0].name}: {fitting[0].how}" if fitting else "none of those tried"
     return {
-        "fits": f"nothing: {_asked(fit)} {in_bytes(fit.peak.num_bytes)}, and {in_bytes(usable)} can be had",
+        "fits": f"nothing: {samples} {in_bytes(fit.peak.num_bytes)}, and {in_bytes(usable)} can be had",
         "because": term,
         "peak": _moment(fit),
         # A combination is printed below.
-        **({} if plan.answer is not None else {"smallest": f"change that would fit: {cure}"}),
+        **({} if plan.answer is not None else {"smallest": f"change that would fit: {change}"}),
     }
 
 
-def _asked(fit: Fit) -> str:
-    return "one sample takes" if fit.micro_batch_size == 1 else f"{fit.micro_batch_size} samples take"
-
-
 def _moment(fit: Fit) -> str:
-    place = {"setup": "before the step", "update": "in the update"}.get(fit.peak.phase, f"in the {fit.peak.phase}")
-    return f"{place}, at {fit.peak.operation}" if fit.peak.operation else place
+    phase = {"setup": "before the step", "update": "in the update"}.get(fit.peak.phase, f"in the {fit.peak.phase}")
+    return f"{phase}, at {fit.peak.operation}" if fit.peak.operation else phase
 
 
 def _table(plan: Plan) -> list[str]:
@@ -254,14 +221,7 @@ def _table(plan: Plan) -> list[str]:
     rows = [("what would change it", "micro-batch", "steps", "memory", "s/step")]
     rows += [_row("as it is", plan.baseline, plan.budget)]
     rows += [_row(change.name, change, plan.budget) for change in plan.changes]
-    # Without rates, leave the column of times empty.
-    if not any(fit.seconds for fit in (plan.baseline, *plan.changes)):
-        rows = [(*row[:-1], "") for row in rows]
-    width = max(len(row[0]) for row in rows)
-    lines = [
-        f"{name:<{width}}  {size:>11}  {steps:>6}  {memory:>9}  {time:>9}".rstrip()
-        for name, size, steps, memory, time in rows
-    ]
+    lines = columns(rows)
     # The first change is the fastest that fits, if any does.
     best = plan.changes[0]
     return [*lines, f"{best.name}: {best.how}"] if best.fits else lines
@@ -275,16 +235,21 @@ def _answer(plan: Plan, answer: Answer) -> list[str]:
     else:
         lines = [
             *_wrapped("fits with", [best.name, *_sizes_of(best.fit, plan.target)]),
-            *_wrapped("costs", _costs(best, best.fit, plan.batch_norms)),
+            *_wrapped("costs", [f"{one.name}: {one.costs}" for one in best.changes if one.costs]),
+            *_wrapped(
+                "exact", ["same gradient and update as without changes, up to rounding"] if best.same_step else []
+            ),
             *([""] if best.changes or best.strategy else []),
             *(f"  {line}" for line in code_of(best.changes, best.strategy, best.spec.strategy).splitlines()),
         ]
-    lines += ["", f"tried  {'micro-batch':>6}  {'steps':>6}  {'memory':>9}  {'s/step':>9}"]
+    rows = [("tried", "micro-batch", "steps", "memory", "s/step")]
     for one in answer.tried:
-        fits = _row("", one.fit, plan.budget) if one.fit is not None else ("", "-", "-", "-", "-")
-        _, size, steps, memory, seconds = fits
-        why = one.why or "the answer"
-        lines += [one.name, f"  {size:>11}  {steps:>6}  {memory:>9}  {seconds:>9}  {why}"]
+        nothing = ("", "-", "-", "-", "-")
+        rows.append(nothing if one.fit is None else _row("", one.fit, plan.budget))
+    head, *sizes = columns(rows)
+    lines += ["", head]
+    for one, row in zip(answer.tried, sizes, strict=True):
+        lines += [one.name, f"{row}  {one.why or 'the answer'}"]
     return lines
 
 
@@ -295,42 +260,16 @@ def _sizes_of(fit: Fit, target: PlanTarget) -> list[str]:
         f"{peak_text(fit, target.budget)}, of {in_bytes(target.budget.total_bytes)}",
     ]
     if fit.seconds is not None:
-        known = "measured rates" if fit.seconds.is_calibrated else "uncalibrated"
-        between = f"{in_seconds(fit.seconds.least)} and {in_seconds(fit.seconds.greatest)}"
-        lines.append(f"{in_seconds(fit.seconds.total)} a step, between {between} ({known})")
-    return lines
-
-
-def _costs(best: Combination, fit: Fit, batch_norms: Sequence[str]) -> list[str]:
-    """Return the costs of each change, and the effect of splitting the batch on BatchNorm."""
-    lines = [f"{one.name}: {one.costs}" for one in best.changes if one.costs]
-    if best.same_step:
-        lines.append("exact: gradient and update are the same as without changes, up to rounding")
-    if batch_norms and (fit.accumulation_steps > 1 or fit.world_size > 1):
-        shown = ", ".join(batch_norms[:_MAX_NAMES]) + (", ..." if len(batch_norms) > _MAX_NAMES else "")
-        whole = fit.micro_batch_size * fit.accumulation_steps * fit.world_size
-        seen = f"see {fit.micro_batch_size} samples, not {whole}: cutting changes the result"
-        lines.append(f"BatchNorm: {len(batch_norms)} layers ({shown}) {seen}")
-        lines.append(
-            'use ab.Engine(..., norms="exact") for statistics of the whole batch, norms="freeze" for fixed ones, or '
-            "GroupNorm, which does not depend on the batch"
-        )
+        lines.append(_seconds_text(fit.seconds))
     return lines
 
 
 def _row(name: str, fit: Fit, budget: Budget) -> tuple[str, str, str, str, str]:
-    taken = in_bytes(fit.reserved_bytes + budget.outside_bytes + budget.workspace_bytes)
+    memory = in_bytes(fit.reserved_bytes + budget.overhead_bytes)
     if not fit.fits:
-        return name, "-", "-", taken, "-"
+        return name, "-", "-", memory, "-"
     seconds = "-" if fit.seconds is None else in_seconds(fit.seconds.total)
-    return name, str(fit.micro_batch_size), str(fit.accumulation_steps), taken, seconds
-
-
-def _made(plan: Plan) -> str:
-    if not plan.baseline.fits:
-        return f"planned in {plan.seconds:.1f} s without the device"
-    growth = "linear" if plan.exact else "linear or quadratic"
-    return f"planned in {plan.seconds:.1f} s without the device; {growth} in the batch, checked at a third size"
+    return name, str(fit.micro_batch_size), str(fit.accumulation_steps), memory, seconds
 
 
 def _wrapped(name: str, texts: Sequence[str]) -> list[str]:
@@ -365,7 +304,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "changes": [{"name": one.name, "how": one.how, **_of_fit(one)} for one in plan.changes],
         "answer": None if best is None else _of_combination(best),
         "tried": [] if plan.answer is None else [_of_combination(one) for one in plan.answer.tried],
-        "batch_norms": list(plan.batch_norms),
         "notes": [*budget.notes, *plan.notes],
     }
 
@@ -396,7 +334,7 @@ def _of_fit(fit: Fit) -> dict[str, Any]:
         "peak": {"phase": fit.peak.phase, "operation": fit.peak.operation},
         "seconds": None
         if seconds is None or not fit.fits
-        else {name: getattr(seconds, name) for name in ("total", "least", "greatest", "is_calibrated")},
+        else {name: getattr(seconds, name) for name in ("total", "least", "greatest")},
     }
 
 
@@ -410,27 +348,27 @@ def draw_plan(plan: Plan, path: Path) -> None:
         OSError: the file cannot be written.
     """
     fit, budget = plan.baseline, plan.budget
-    overhead = budget.outside_bytes + budget.workspace_bytes + fit.reserved_bytes - fit.peak.num_bytes
+    overhead = budget.overhead_bytes + fit.reserved_bytes - fit.peak.num_bytes
     shown = "two of " if fit.accumulation_steps > 1 else "all of "
     picture = MemoryPicture(
         title=f"{plan.name} on {plan.budget}, planned: micro-batches of {fit.micro_batch_size}",
-        below=f"{plan.optimizer}, {plan.precision}; {shown}{fit.accumulation_steps} micro-batches are shown; "
+        subtitle=f"{plan.optimizer}, {plan.precision}; {shown}{fit.accumulation_steps} micro-batches are shown; "
         f"plus {in_bytes(overhead)} overhead",
         limit_bytes=budget.total_bytes - overhead,
         headroom=budget.headroom,
     )
-    course = timeline(fit.envelope.at(fit.micro_batch_size))
-    draw_memory(dataclasses.replace(course, marks=_beginnings(course.marks)), picture, path)
+    planned = timeline(fit.envelope.at(fit.micro_batch_size))
+    draw_memory(dataclasses.replace(planned, marks=_beginnings(planned.marks)), picture, path)
 
 
 def _beginnings(marks: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
     """Return the marks at the beginning of each micro-batch, counted from 1, and of the update."""
     found = []
-    for place, name in marks:
+    for moment, name in marks:
         if match := re.fullmatch(r"micro-batch (\d+) begins", name):
-            found.append((place, f"micro-batch {int(match[1]) + 1}"))
+            found.append((moment, f"micro-batch {int(match[1]) + 1}"))
         elif name == "update begins":
-            found.append((place, "update"))
+            found.append((moment, "update"))
     return tuple(found)
 
 
@@ -440,7 +378,6 @@ def make_plan(
     effective_batch_size: int,
     *,
     name: str = "",
-    rates: Rates | None = None,
     proposals: bool = True,
     fit: bool = False,
     precision_is_open: bool = False,
@@ -462,7 +399,6 @@ def make_plan(
     target = PlanTarget(
         budget=budget,
         effective_batch_size=effective_batch_size,
-        rates=rates_of(budget.device) if rates is None and budget.device is not None else rates,
         gradient_bytes=gradient_bytes(p for p in parameters if p.requires_grad),
         micro_batch_size=micro_batch_size,
         expandable_segments=expandable_segments,
@@ -470,7 +406,7 @@ def make_plan(
     envelopes = envelopes_of(ready, target)
     for change in asked:
         envelopes = envelopes if change.reshape is None else reshaped(envelopes, change)
-    baseline = fit_of(spec, envelopes, target, timed=all(change.timed for change in asked))
+    baseline = fit_of(spec, envelopes, target)
     changes = propose(spec, envelopes, target, fits=baseline.fits) if proposals and not fit else []
     answer = find_combination(spec, target, precision_is_open=precision_is_open) if fit else None
     cut = Cut(micro_batch_size=baseline.micro_batch_size)
@@ -484,12 +420,9 @@ def make_plan(
         target=target,
         batch=plan_batch(effective_batch_size, spec.world_size, cut),
         baseline=baseline,
-        costs=envelopes.costs,
         changes=tuple(best_first(changes)),
         asked=tuple(asked),
         answer=answer,
-        batch_norms=tuple(batch_norms(as_module(ready.trained.model))),
-        exact=envelopes.verdict == "exact",
         notes=(
             *([] if reason is None else [f"the model could not be created on the meta device: {reason}"]),
             *(f"{name}: {envelopes.decisions[name]}" for name in shown if name in envelopes.decisions),

@@ -1,11 +1,10 @@
 """Stand-ins for layers and optimizers of bitsandbytes and peft, and the code for the real ones.
 
-A stand-in allocates and keeps the same memory as the library. Adapters compute their result; the others compute
+A stand-in allocates and keeps the same memory as the library. Adapters compute their result; other stand-ins compute
 nothing, and are for fake tensors only.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from textwrap import wrap
 from typing import Any, Final, overload
 
@@ -16,9 +15,9 @@ from torch.optim import Optimizer
 from anybatch.core.geometry import ceil_div
 from anybatch.core.tensors import repeated_blocks
 from anybatch.engine.user_code import Model
-from anybatch.memory.trace import MemoryEnvelope, Polynomials
+from anybatch.memory.trace import Lines, MemoryEnvelope
+from anybatch.planner.step_spec import as_module
 from anybatch.planner.step_time import CostLine, CostTrace
-from anybatch.planner.trace.step_spec import as_module
 
 STATE_BLOCK: Final = 256
 """Numbers of 8-bit state that share a scale. Source: bitsandbytes 0.44 and later, `optimizer.py`, block-wise."""
@@ -74,7 +73,7 @@ class AdamW8bit(Optimizer):
 class LoraLinear(nn.Module):
     """A frozen linear layer plus a trained product of two narrow matrices: LoRA without dropout.
 
-    Like in peft, the product has the adapter's dtype, and the sum has the layer's.
+    As in peft, the product has the adapter's dtype, and the sum has the layer's.
     Source: Hu et al. 2021, "LoRA", section 4.1, with alpha twice the rank.
     """
 
@@ -89,7 +88,7 @@ class LoraLinear(nn.Module):
         """Return the layer's output plus the product."""
         result: Tensor = self.base(x)
         kind = result.dtype
-        # Like in peft, the input in the adapter's dtype lives until the end of the forward.
+        # As in peft, the input in the adapter's dtype lives until the end of the forward.
         x = x.to(self.down.weight.dtype)
         result = result + self.up(self.down(x)) * 2.0
         return result.to(kind)
@@ -107,20 +106,20 @@ class FourBitLinear(nn.Module):
         self.shape = tuple(linear.weight.shape)
         self.bias = linear.bias
         scales = ceil_div(number, WEIGHT_BLOCK)
-        # Parameters, like in bitsandbytes: the engine would copy buffers, since a forward might change them.
+        # Parameters, as in bitsandbytes; buffers would be copied by the engine, since a forward might change them.
         self.codes = nn.Parameter(torch.zeros(ceil_div(number, 2), dtype=torch.uint8), requires_grad=False)
         self.scales = nn.Parameter(torch.zeros(scales, dtype=torch.uint8), requires_grad=False)
         blocks = torch.zeros(ceil_div(scales, STATE_BLOCK))
         self.scales_of_scales = nn.Parameter(blocks, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the shape and type of the product."""
+        """Return a tensor with the shape and type of the product."""
         result: Tensor = _FourBitProduct.apply(x.to(torch.bfloat16), self.codes, self.shape)  # type: ignore[no-untyped-call]
         return result if self.bias is None else result + self.bias
 
 
 class _FourBitProduct(torch.autograd.Function):
-    """Saves the codes only: the backward dequantizes the weight again."""
+    """Saves only the 4-bit codes for the backward, which dequantizes the weight again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, shape: tuple[int, int]) -> Tensor:  # noqa: ANN401 (torch's type)
@@ -138,9 +137,11 @@ def adapted(model: Model, rank: int, *, four_bits: bool) -> Model:
     """Freeze a model in bf16 and add adapters to the linear layers of its repeated blocks; return the model."""
     in_bfloat16(as_module(model), trains=False)
     with torch.device("meta"):
-        for parent, name, linear in linear_layers(as_module(model)):
+        for block, path, linear in linear_layers(as_module(model)):
             base: nn.Module = FourBitLinear(linear) if four_bits else linear
-            setattr(parent, name, LoraLinear(base, rank, (linear.in_features, linear.out_features)))
+            parent, _, name = path.rpartition(".")
+            adapter = LoraLinear(base, rank, (linear.in_features, linear.out_features))
+            setattr(block.get_submodule(parent), name, adapter)
     return model
 
 
@@ -160,39 +161,23 @@ def in_bfloat16(module: nn.Module, *, trains: bool) -> None:
 
 
 def linear_layers(modules: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
-    """Return the linear layers in repeated blocks, each with its parent and its name in it.
+    """Return the linear layers in repeated blocks, each with its block and its path in the block.
 
     Skip subclasses of `nn.Linear`: `nn.MultiheadAttention` reads the weight without calling the layer, so an adapter
     would never run.
     """
     return [
-        (parent, name, child)
+        (block, path, layer)
         for blocks in repeated_blocks(modules)
         for block in blocks.modules
-        for parent in block.modules()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear
+        for path, layer in block.named_modules()
+        if type(layer) is nn.Linear
     ]
 
 
-def linear_names(modules: nn.Module) -> list[str]:
-    """Return the distinct names of `linear_layers` within their blocks.
-
-    peft matches the end of a name, so skip a name that ends in another one.
-    """
-    found = {
-        name: None
-        for blocks in repeated_blocks(modules)
-        for block in blocks.modules
-        for name, child in block.named_modules()
-        if type(child) is nn.Linear and name
-    }
-    parts = {name: name.split(".") for name in found}
-    return [name for name in found if not any(".".join(parts[name][at:]) in found for at in range(1, len(parts[name])))]
-
-
-def adapter_lines(names: Sequence[str], rank: int, called: Mapping[str, str]) -> list[str]:
-    """Return the code that adds peft's adapters to layers."""
+def adapter_lines(model: nn.Module, rank: int, called: Mapping[str, str]) -> list[str]:
+    """Return the code that adds peft's adapters to `linear_layers`; peft matches the ends of their names."""
+    names = dict.fromkeys(path for _, path, _ in linear_layers(model))
     shown = wrap(repr(list(names)), 88, break_long_words=False, break_on_hyphens=False)
     # peft finds the linear layers of transformers models.
     targets, layers = "'all-linear'", []
@@ -223,31 +208,6 @@ def four_bit_lines(model: nn.Module, called: Mapping[str, str]) -> list[str]:
     ]
 
 
-def offloaded(model: Model) -> Model:
-    """Run a model's repeated blocks with the memory of `torch.autograd.graph.save_on_cpu`; return the model.
-
-    No saved tensor stays on the device.
-    """
-    for blocks in repeated_blocks(as_module(model)):
-        for block in blocks.modules:
-            vars(block)["forward"] = partial(_saving_nothing, block.forward)
-    return model
-
-
-def _saving_nothing(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (any module)
-    with torch.autograd.graph.saved_tensors_hooks(_shape_of, _empty_tensor):
-        return forward(*args, **kwargs)
-
-
-def _shape_of(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
-    return tensor.size(), tensor.stride(), tensor.dtype
-
-
-def _empty_tensor(shape: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> Tensor:
-    size, stride, dtype = shape
-    return torch.empty_strided(size, stride, dtype=dtype)
-
-
 CHUNK_TOKENS = 1024
 """Tokens per chunk."""
 
@@ -255,8 +215,8 @@ CHUNK_TOKENS = 1024
 def chunked(envelope: MemoryEnvelope, vocabulary: int, num_tokens: int) -> MemoryEnvelope:
     """Return the envelope of a step that keeps the logits of one chunk of tokens at a time.
 
-    Every allocation that grows by `num_tokens` x `vocabulary` values per sample (one token less if labels are shifted)
-    counts as logits, their logarithms or their gradient, and is reduced to one chunk.
+    Allocations that grow by `num_tokens` x `vocabulary` values per sample (one token less if labels are shifted) are
+    assumed to be logits, their logarithms or their gradients, and are reduced to one chunk.
     """
     # Logits are recognised by their growth per sample, in 16 or in 32 bits.
     widths = {tokens * vocabulary * width: width for tokens in (num_tokens, num_tokens - 1) for width in (2, 4)}
@@ -265,11 +225,7 @@ def chunked(envelope: MemoryEnvelope, vocabulary: int, num_tokens: int) -> Memor
         [CHUNK_TOKENS * vocabulary * widths.get(slope, 0) for slope in allocated.slope.tolist()], dtype=torch.int64
     )
     return envelope.with_sizes(
-        Polynomials(
-            torch.where(chunk > 0, chunk, allocated.constant),
-            torch.where(chunk > 0, 0, allocated.slope),
-            allocated.curvature,
-        )
+        Lines(torch.where(chunk > 0, chunk, allocated.constant), torch.where(chunk > 0, 0, allocated.slope))
     )
 
 

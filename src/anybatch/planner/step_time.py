@@ -1,28 +1,36 @@
-"""Predict the time of a step from its operations.
+"""Predict the time of a step from its operations: their floating-point operations, and bytes read and written.
 
 An operation takes the time to launch it, plus the longer of its arithmetic and its memory traffic (a roofline):
 
     seconds = launch + max(flops / peak, bytes / bandwidth)
 
-No device reaches its peaks, so each kind of operation has an efficiency: measured on this machine, or a rule of thumb
-with a wide band around the prediction.
+No device reaches its peaks, so each kind of operation has an efficiency: a rule of thumb, with a wide band around the
+prediction. Five of six models were inside this band on an H200 (benchmarks/results/gpu_step_times_h200_2026-11-26.md).
 
 Source of the roofline: Williams, Waterman and Patterson 2009.
 """
 
+import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch.utils.flop_counter import flop_registry
 
 from anybatch.core.geometry import ceil_div
+from anybatch.core.torch_internals import storage_key
 from anybatch.errors import PlanError
+from anybatch.memory.ledger import storage_or_none
 from anybatch.memory.trace import Phase
-from anybatch.planner.devices import Arithmetic, Device
+from anybatch.planner.devices import Device
+from anybatch.planner.torch_internals import schema_of
 
 OperationKind = Literal[
     "view", "matmul", "convolution", "convolution backward", "attention", "attention backward", "foreach", "other"
 ]
-"""Kind of work. A view touches no data; "other" moves bytes and computes little."""
+"""Kind of work. A view moves no data; "other" moves bytes and computes little."""
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 """Number formats of tensors in memory."""
@@ -35,63 +43,16 @@ class Operation:
     name: str  # name of the operation, such as `addmm`
     kind: OperationKind
     phase: Phase  # phase of the step in which it runs
-    micro_batch: int = 0  # number of its micro-batch in the traced step; each backward ends one
-    dtype: DtypeName = "fp32"  # number format of its first tensor
+    micro_batch: int = 0  # number of the micro-batch in the traced step; each backward ends a micro-batch
+    dtype: DtypeName = "fp32"  # number format of the first tensor among the arguments
     flops: int = 0  # floating-point operations; 0 if not counted for this kind
-    bytes_read: int = 0
-    bytes_written: int = 0  # bytes of its results and of arguments changed in place
+    num_bytes: int = 0  # bytes of its arguments, of its results, and again of arguments changed in place
     num_tensors: int = 1  # number of tensors that a foreach operation processes; otherwise 1
     dims: tuple[int, ...] = ()  # (batch, rows, columns, inner) of a matrix product; empty for others
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes read and written."""
-        return self.bytes_read + self.bytes_written
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """Speed of a device.
-
-    Attributes:
-        name: name of the device.
-        flops_per_second: peak, by number format.
-        convolution_flops_per_second: peak of convolutions of fp32 tensors, which cuDNN computes in TF32 unless
-            `torch.backends.cudnn.allow_tf32` is False; None for the "fp32" peak.
-        bytes_per_second: memory bandwidth.
-        launch_seconds: minimum time of any operation.
-        host_seconds: host time per operation by phase: Python, autograd, the optimizer's loops.
-        overlaps: the host runs ahead of the device, so that a step takes the maximum of both times, not the sum.
-        efficiency: share of the roofline reached by each kind of operation; 1 for kinds that are missing.
-        is_calibrated: whether the rates were measured.
-        band: expected range of measured / predicted.
-    """
-
-    name: str
-    flops_per_second: Mapping[DtypeName, float]
-    bytes_per_second: float
-    launch_seconds: float
-    convolution_flops_per_second: float | None = None
-    host_seconds: Mapping[Phase, float] = field(default_factory=dict)
-    overlaps: bool = False
-    efficiency: Mapping[OperationKind, float] = field(default_factory=dict)
-    is_calibrated: bool = False
-    band: tuple[float, float]
-
-    def roofline_seconds(self, operation: Operation) -> float:
-        """Return the time to launch an operation and run it at the device's peaks.
-
-        Args:
-            operation: the operation, with its floating-point operations and bytes.
-        """
-        peak = self.flops_per_second.get(operation.dtype, self.flops_per_second["fp32"])
-        if operation.dtype == "fp32" and operation.kind in ("convolution", "convolution backward"):
-            peak = self.convolution_flops_per_second or peak
-        work = max(operation.flops / peak, operation.num_bytes / self.bytes_per_second)
-        return self.launch_seconds * operation.num_tensors + work
-
-
-UNMEASURED_EFFICIENCY: Mapping[OperationKind, float] = {
+EFFICIENCY: Mapping[OperationKind, float] = {
+    "view": 1.0,
     "matmul": 0.65,
     "convolution": 0.45,
     "convolution backward": 0.4,
@@ -100,46 +61,34 @@ UNMEASURED_EFFICIENCY: Mapping[OperationKind, float] = {
     "foreach": 0.8,
     "other": 0.75,
 }
-"""Shares of the roofline that vendors' kernels reach at sizes that fill a device. Rules of thumb."""
-UNMEASURED_BAND = (0.6, 2.0)
-"""For a device without measurements: from 40% faster than predicted to twice as long. A rule of thumb, too."""
-CALIBRATED_BAND = (1 / 3, 3.0)
-"""For a measured device and any model.
-
-Of 19 randomly drawn models (benchmarks/plan_unseen.py --times --seed 21), the 18th largest error is a factor of 2.94,
-so nine in ten further models have a smaller one (Vovk, Gammerman and Shafer 2005, conformal prediction).
-"""
-UNMEASURED_LAUNCH_SECONDS = 2e-6
-UNMEASURED_HOST_SECONDS = 8e-6
-"""Time per operation of Python, dispatcher and autograd on the host of an accelerator."""
+"""Fraction of the roofline that vendors' kernels reach at sizes that fill a device. Rules of thumb."""
+BAND = (0.6, 2.0)
+"""Expected range of measured / predicted time: from 0.6 to twice the prediction. A rule of thumb, too."""
+LAUNCH_SECONDS = 2e-6
+HOST_SECONDS = 8e-6
+"""Time per operation of Python, dispatcher and autograd on the host."""
+BUCKET_BYTES = 25 << 20
+"""Size of a bucket of gradients, which is reduced during the backward; DistributedDataParallel's default."""
 
 
-def rates_of(device: Device, *, tf32: bool = False) -> Rates:
-    """Return the rates of a device from its data sheet."""
-    single: Arithmetic = "tf32" if tf32 else "fp32"
-    return Rates(
-        name=device.name,
-        flops_per_second={"fp32": device.peak(single), "bf16": device.peak("bf16"), "fp16": device.peak("fp16")},
-        convolution_flops_per_second=device.peak("tf32"),
-        bytes_per_second=device.bytes_per_second,
-        launch_seconds=UNMEASURED_LAUNCH_SECONDS,
-        host_seconds=dict.fromkeys(("forward", "backward", "reduce", "clip", "update"), UNMEASURED_HOST_SECONDS),
-        overlaps=True,
-        efficiency=UNMEASURED_EFFICIENCY,
-        band=UNMEASURED_BAND,
-    )
-
-
-def operation_seconds(operations: Iterable[Operation], rates: Rates) -> float:
-    """Return the total time of operations, including host overhead."""
-    device = host = 0.0
+def operation_seconds(operations: Iterable[Operation], device: Device) -> float:
+    """Return the seconds of operations on an accelerator, which computes while the host prepares the next ones."""
+    busy = host = 0.0
     for one in operations:
-        host += rates.host_seconds.get(one.phase, 0.0) * one.num_tensors
-        # A view launches no kernel, so on an accelerator it costs only the host.
-        if one.kind != "view" or not rates.overlaps:
-            device += rates.roofline_seconds(one) / rates.efficiency.get(one.kind, 1.0)
-    # An accelerator computes while the host prepares the next operations; a CPU alternates between both.
-    return max(device, host) if rates.overlaps else device + host
+        if one.phase != "setup":
+            host += HOST_SECONDS * one.num_tensors
+        if one.kind != "view":  # a view launches no kernel
+            busy += roofline_seconds(one, device) / EFFICIENCY[one.kind]
+    return max(busy, host)
+
+
+def roofline_seconds(operation: Operation, device: Device) -> float:
+    """Return the seconds to launch an operation and run it at the device's peak rates."""
+    # cuDNN computes convolutions of fp32 tensors in TF32 unless `torch.backends.cudnn.allow_tf32` is False.
+    is_convolution = operation.kind in ("convolution", "convolution backward")
+    peak = device.peak("tf32" if operation.dtype == "fp32" and is_convolution else operation.dtype)
+    work = max(operation.flops / peak, operation.num_bytes / device.bytes_per_second)
+    return LAUNCH_SECONDS * operation.num_tensors + work
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +118,7 @@ class CostTrace:
 
 @dataclass(frozen=True, slots=True)
 class CostLine:
-    """The operations of a step at any micro-batch size: all costs are affine in the size. Created by `fit_costs`."""
+    """The operations of a step at any micro-batch size; costs are linear functions of the size. See `fit_costs`."""
 
     traces: tuple[CostTrace, CostTrace]
     traced: tuple[int, int]
@@ -183,28 +132,21 @@ class CostLine:
 
 
 def fit_costs(trace_a: CostTrace, size_a: int, trace_b: CostTrace, size_b: int) -> CostLine:
-    """Fit costs to two traces of the same program at different micro-batch sizes.
+    """Return the line through two traces of the same program at different micro-batch sizes.
 
-    Limits: the traffic of a loss over all pairs of samples is quadratic; trace at the size of interest instead.
+    Limits: the traffic of a loss over all pairs of samples is quadratic; for such a loss, trace the size itself.
 
     Raises:
         PlanError: the two traces have different operations.
     """
-    # Not strict: the first different operation is a better message than different lengths, which are checked below.
-    for number, (one, other) in enumerate(zip(trace_a.operations, trace_b.operations, strict=False)):
-        if (one.name, one.phase, len(one.dims)) != (other.name, other.phase, len(other.dims)):
+    for number, pair in enumerate(itertools.zip_longest(trace_a.operations, trace_b.operations)):
+        one, other = ("missing" if each is None else f"{each.name} in {each.phase}" for each in pair)
+        if one != other:
             message = (
-                f"operation {number} is {one.name} in {one.phase} at micro-batch size {size_a}, but {other.name} in "
-                f"{other.phase} at {size_b}, so times cannot be extrapolated. Try sizes on the device instead."
+                f"operation {number} is {one} at micro-batch size {size_a}, but {other} at {size_b}, so times cannot "
+                "be extrapolated. Try sizes on the device instead."
             )
             raise PlanError(message)
-    lengths = len(trace_a.operations), len(trace_b.operations)
-    if lengths[0] != lengths[1] or size_a == size_b:
-        message = (
-            f"costs need two micro-batch sizes with the same operations: {lengths[0]} operations at {size_a}, "
-            f"{lengths[1]} at {size_b}. Try sizes on the device instead."
-        )
-        raise PlanError(message)
     return CostLine((trace_a, trace_b), (size_a, size_b))
 
 
@@ -219,34 +161,23 @@ def _interpolated(one: Operation, other: Operation, part: float) -> Operation:
     return replace(
         one,
         flops=value(one.flops, other.flops),
-        bytes_read=value(one.bytes_read, other.bytes_read),
-        bytes_written=value(one.bytes_written, other.bytes_written),
+        num_bytes=value(one.num_bytes, other.num_bytes),
         dims=tuple(value(a, b) for a, b in zip(one.dims, other.dims, strict=True)),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reduction:
-    """The all-reduce of gradients, once per step."""
+def exposed_seconds(
+    gradient_bytes: int, world_size: int, link_bytes_per_second: float, backward_seconds: float
+) -> float:
+    """Return the seconds that the all-reduce of gradients adds to a step; a backward can hide all but the last bucket.
 
-    num_bytes: int  # bytes of all gradients
-    world_size: int
-    link_bytes_per_second: float  # bandwidth of the slowest link between two ranks, in one direction
-    # The default of DistributedDataParallel.
-    bucket_bytes: int = 25 << 20  # size of a bucket, which is reduced while backward continues
+    Around a ring each rank sends 2 (N - 1) / N of the bytes.
 
-    @property
-    def seconds(self) -> float:
-        """Return the time of a ring all-reduce: each rank sends 2 (N - 1) / N of the bytes.
-
-        Source: Patarasuk and Yuan 2009. Limits: bandwidth only; latency matters for gradients below a megabyte.
-        """
-        return 2 * (self.world_size - 1) / self.world_size * self.num_bytes / self.link_bytes_per_second
-
-    def exposed_seconds(self, last_backward_seconds: float) -> float:
-        """Return the seconds that the reduction adds to a step: the last backward hides all but the last bucket."""
-        num_buckets = max(1, ceil_div(self.num_bytes, self.bucket_bytes))
-        return max(self.seconds - last_backward_seconds, self.seconds / num_buckets)
+    Source: Patarasuk and Yuan 2009. Limits: bandwidth only; latency matters for gradients below a megabyte.
+    """
+    seconds = 2 * (world_size - 1) / world_size * gradient_bytes / link_bytes_per_second
+    num_buckets = max(1, ceil_div(gradient_bytes, BUCKET_BYTES))
+    return max(seconds - backward_seconds, seconds / num_buckets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,8 +187,6 @@ class StepSeconds:
     micro_batches: float  # forward and backward of all micro-batches
     per_step: float  # clipping and update, which run once
     reduction: float  # the part of the reduction not hidden by the backward
-    band: tuple[float, float]  # expected range of measured / predicted
-    is_calibrated: bool  # whether the device was measured
 
     @property
     def total(self) -> float:
@@ -267,51 +196,238 @@ class StepSeconds:
     @property
     def least(self) -> float:
         """Lower end of the band."""
-        return self.total * self.band[0]
+        return self.total * BAND[0]
 
     @property
     def greatest(self) -> float:
         """Upper end of the band."""
-        return self.total * self.band[1]
+        return self.total * BAND[1]
 
 
 def step_seconds(
-    costs: CostLine, rates: Rates, sizes: Sequence[int], *, reduction: Reduction | None = None
+    costs: CostLine, device: Device, sizes: Sequence[int], *, world_size: int = 1, gradient_bytes: int = 0
 ) -> StepSeconds:
     """Return the time of a step on a rank that runs micro-batches of the given sizes.
 
-    The first micro-batch creates the gradients, later ones add to them. If the first traced micro-batch computes more
-    than later ones (a loss across samples runs all forwards first), every micro-batch counts as the mean of the traced
-    ones.
+    The first micro-batch creates the gradients, later ones add to them. A loss across samples runs all forwards first,
+    so the first traced micro-batch computes more than later ones; then every micro-batch gets the mean of the traced
+    times.
     """
-    seconds = {size: _micro_batch_seconds(costs.at(size), rates) for size in set(sizes)}
-    all_of_them = sum(seconds[size][0 if number == 0 else 1] for number, size in enumerate(sizes))
-    # Clipping and update do not depend on the micro-batch size.
-    per_step = operation_seconds(costs.traces[0].per_step, rates)
+    seconds = {size: _micro_batch_seconds(costs.at(size), device) for size in set(sizes)}
     exposed = 0.0
-    if reduction is not None and reduction.world_size > 1:
-        last = costs.at(sizes[-1]) if sizes else costs.traces[0]
+    if world_size > 1:
         # Only the last micro-batch reduces, so only its backward can hide the reduction.
+        last = costs.at(sizes[-1])
         backward = [one for one in last.micro_batch(last.num_micro_batches - 1) if one.phase == "backward"]
-        exposed = reduction.exposed_seconds(operation_seconds(backward, rates))
+        hiding = operation_seconds(backward, device)
+        exposed = exposed_seconds(gradient_bytes, world_size, device.link_bytes_per_second, hiding)
     return StepSeconds(
-        micro_batches=all_of_them,
-        per_step=per_step,
+        micro_batches=sum(seconds[size][0 if number == 0 else 1] for number, size in enumerate(sizes)),
+        # Clipping and update do not depend on the micro-batch size.
+        per_step=operation_seconds(costs.traces[0].per_step, device),
         reduction=exposed,
-        band=rates.band,
-        is_calibrated=rates.is_calibrated,
     )
 
 
-def _micro_batch_seconds(trace: CostTrace, rates: Rates) -> tuple[float, float]:
+def _micro_batch_seconds(trace: CostTrace, device: Device) -> tuple[float, float]:
     """Return the time of the first micro-batch and of each later one."""
     parts = [trace.micro_batch(number) for number in range(trace.num_micro_batches)]
-    if not parts:
-        return 0.0, 0.0
     first, later = (sum(one.flops for one in part) for part in (parts[0], parts[-1]))
-    seconds = [operation_seconds(part, rates) for part in parts]
-    # Accumulation makes later micro-batches slightly slower; a much slower first one ran all forwards.
+    seconds = [operation_seconds(part, device) for part in parts]
+    # A first micro-batch with more operations ran all forwards.
     if first > 1.05 * later:
         mean = sum(seconds) / len(seconds)
         return mean, mean
     return seconds[0], seconds[-1]
+
+
+_PRODUCTS = {
+    "mm": (0, 1),
+    "bmm": (0, 1),
+    "addmm": (1, 2),
+    "baddbmm": (1, 2),
+    "mv": (0, 1),
+    "addmv": (1, 2),
+    "_grouped_mm": (0, 1),
+}
+"""Operation -> positions of the two arguments that are multiplied."""
+_CONVOLUTIONS = ("convolution", "convolution_overrideable", "cudnn_convolution", "mkldnn_convolution")
+_TRANSPOSED = 6
+"""Position of `transposed` in the arguments of `aten.convolution`; its backward has the output's gradient before."""
+_LOOK_UPS = ("embedding", "index_select", "gather", "index", "nll_loss_forward", "nll_loss2d_forward", "take")
+"""Operations that read only as much of their first tensor as they write."""
+_ALLOCATIONS = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
+"""Operations that allocate memory without writing to it."""
+_DTYPE_NAMES: Mapping[torch.dtype, DtypeName] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class OperationRecorder:
+    """Records the cost of every operation that the ledger reports to it (an `OperationObserver`).
+
+    A forward after a backward starts the next micro-batch.
+    """
+
+    def __init__(self) -> None:
+        self._operations: list[Operation] = []
+        self._micro_batch = 0
+        self._after_backward = False
+
+    def __call__(
+        self,
+        func: Any,  # noqa: ANN401 (torch's type has no name in public)
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        result: Any,  # noqa: ANN401 (any result)
+        phase: Phase,
+    ) -> None:
+        """Record an operation."""
+        # Skip queries of a device or layout, which only fake tensors dispatch.
+        if func.namespace == "prim":
+            return
+        if phase == "backward":
+            self._after_backward = True
+        # Recomputed forwards run inside a backward, and do not start a micro-batch.
+        elif phase == "forward" and self._after_backward:
+            self._micro_batch += 1
+            self._after_backward = False
+        self._operations.append(operation_of(func, args, kwargs, result, phase=phase, micro_batch=self._micro_batch))
+
+    def trace(self) -> CostTrace:
+        """Return the costs recorded so far."""
+        return CostTrace(tuple(self._operations))
+
+
+def operation_of(
+    func: Any,  # noqa: ANN401 (torch's type has no name in public)
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    result: Any,  # noqa: ANN401 (any result)
+    *,
+    phase: Phase,
+    micro_batch: int = 0,
+) -> Operation:
+    """Return the cost of an operation, from its arguments and its result."""
+    given = _tensors((args, kwargs))
+    results = _tensors(result)
+    changed = _changed(func, args, kwargs)
+    name = func.overloadpacket.__name__
+    kind = _kind(name)
+    homes = {storage_key(home) for tensor in given if (home := storage_or_none(tensor)) is not None}
+    # Results that share memory with an argument are views of it, and move no bytes.
+    fresh = [one for one in results if (home := storage_or_none(one)) is None or storage_key(home) not in homes]
+    if kind == "other" and (name in _ALLOCATIONS or (not fresh and not changed)):
+        kind = "view"
+    # `out=` arguments are written, not read.
+    overwritten = set(map(id, _tensors(kwargs.get("out"))))
+    sources = [tensor for tensor in given if id(tensor) not in overwritten]
+    return Operation(
+        name=name,
+        kind=kind,
+        phase=phase,
+        micro_batch=micro_batch,
+        dtype=_DTYPE_NAMES.get(given[0].dtype, "fp32") if given else "fp32",
+        flops=_flops(func, kind, args, kwargs, result),
+        num_bytes=0 if kind == "view" else _bytes_moved(name, sources, [*fresh, *changed]),
+        # A foreach operation begins with a list of tensors.
+        num_tensors=max(1, len(args[0])) if kind == "foreach" and isinstance(args[0], list | tuple) else 1,
+        dims=_product_dims(name, args) if kind == "matmul" else (),
+    )
+
+
+def _kind(name: str) -> OperationKind:
+    if name in _PRODUCTS:
+        return "matmul"
+    if name in _CONVOLUTIONS:
+        return "convolution"
+    if name == "convolution_backward":
+        return "convolution backward"
+    if "scaled_dot_product" in name or name.startswith(("_flash_attention", "_efficient_attention")):
+        return "attention backward" if "backward" in name else "attention"
+    return "foreach" if name.startswith(("_foreach", "_fused", "_amp_foreach")) else "other"
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    """Return the tensors in arguments or results, including those in lists and mappings."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, list | tuple):
+        return [tensor for value in values for tensor in _tensors(value)]
+    if isinstance(values, Mapping):
+        return [tensor for value in values.values() for tensor in _tensors(value)]
+    return []
+
+
+def _changed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:  # noqa: ANN401
+    """Return the arguments that the operation writes to, according to its schema."""
+    schema = schema_of(func)
+    if not schema.is_mutable:
+        return []
+    values: list[object] = []
+    for number, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            values.append(kwargs.get(argument.name, args[number] if number < len(args) else None))
+    return _tensors(values)
+
+
+def _bytes_moved(name: str, sources: list[torch.Tensor], written_to: list[torch.Tensor]) -> int:
+    """Return the bytes read and written; an expanded tensor counts with its memory."""
+    written = sum(map(_num_bytes, written_to))
+    reads = [_num_bytes(tensor) for tensor in sources]
+    if name in _LOOK_UPS and reads:
+        # A look-up reads the rows it returns, not the whole table.
+        reads[0] = min(reads[0], written)
+    return sum(reads) + written
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    # An expanded axis has stride 0, and its elements are in memory only once.
+    num_elements = math.prod(length for length, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return num_elements * tensor.element_size()
+
+
+def _flops(func: Any, kind: OperationKind, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> int:  # noqa: ANN401
+    """Return floating-point operations; a multiplication and an addition count as two.
+
+    Attention has two products, and its backward five, since it computes the scores again; causal attention counts half,
+    since kernels skip masked products. Convolutions are counted by their weights, because torch's counter multiplies
+    the weight gradient of a grouped convolution by the number of groups. Other operations use torch's counter.
+    """
+    if kind in {"convolution", "convolution backward"}:
+        return _convolution_flops(kind, args, result)
+    if kind in {"attention", "attention backward"}:
+        # The first argument of a backward is the gradient of the output.
+        (query, key), num_products = (args[:2], 2) if kind == "attention" else (args[1:3], 5)
+        # Some kernels take `is_causal` by position, others by name.
+        is_causal = any(one is True for one in (*args, kwargs.get("is_causal")))
+        return int(2 * num_products * query.numel() * key.shape[-2] // (2 if is_causal else 1))
+    formula = flop_registry.get(func.overloadpacket)
+    if formula is not None:
+        return int(formula(*args, **kwargs, out_val=result))
+    if func.overloadpacket.__name__ in {"mv", "addmv"}:
+        return 2 * math.prod(_product_dims(func.overloadpacket.__name__, args))
+    if func.overloadpacket.__name__ == "_grouped_mm":
+        # Each row is multiplied by the matrix of its group only, so the number of groups does not matter.
+        rows, inner = args[0].shape[-2:]
+        return int(2 * rows * inner * args[1].shape[-1])
+    return 0
+
+
+def _convolution_flops(kind: OperationKind, args: tuple[Any, ...], result: object) -> int:
+    """Return the floating-point operations of a convolution, or of its requested gradients, which cost the same each.
+
+    Each position of the output (or of the input, if transposed) is multiplied once by all weights of its groups.
+    """
+    is_backward = kind == "convolution backward"
+    output = args[0] if is_backward else result
+    image, weight = args[is_backward], args[is_backward + 1]
+    # Library kernels have no argument for transposed convolutions.
+    positions = image if args[is_backward:][_TRANSPOSED] is True else output
+    assert isinstance(positions, torch.Tensor), "a convolution returns a tensor"
+    num_products = sum(args[-1][:2]) if is_backward else 1
+    return int(2 * num_products * positions.shape[0] * math.prod(positions.shape[2:]) * math.prod(weight.shape))
+
+
+def _product_dims(name: str, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return (batch, rows, columns, inner) of a matrix product."""
+    left, right = (args[at].shape for at in _PRODUCTS[name])
+    return math.prod(left[:-2]), left[-2], right[-1] if len(right) > 1 else 1, left[-1]

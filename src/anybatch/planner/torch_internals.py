@@ -1,17 +1,17 @@
 """Private interfaces of torch used for planning, each with a fallback or an error; see also `memory`.
 
-Tested with the versions in `anybatch.core.torch_internals.SEEN`. If a name is missing, a function works without it if
+Tested with the versions in `anybatch.core.torch_internals.SEEN`. If torch lacks a name, a function works without it if
 the plan stays the same, and raises `UnsupportedTorchError` otherwise.
 The last argument of a function is the object with the private name, so that tests can pass one that lacks it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from anybatch.core.torch_internals import needed_for
 from anybatch.memory.torch_internals import FakeTensor
@@ -67,11 +67,11 @@ def kernel_library(make: Callable[[], Any] = lambda: torch.library.Library("aten
     library = make()
     with needed_for("Planning autocast as on CUDA"):
         # Look this up before any kernel is registered.
-        take_back = library._destroy
+        unregister = library._destroy
     try:
         yield library
     finally:
-        take_back()
+        unregister()
 
 
 def without_subclasses(of: Any = torch._C) -> AbstractContextManager[object]:  # noqa: ANN401 (torch)
@@ -85,15 +85,15 @@ def without_subclasses(of: Any = torch._C) -> AbstractContextManager[object]:  #
     return guard
 
 
-def checkpointed(module: nn.Module, options: Mapping[str, Any]) -> nn.Module:
-    """Return a module wrapped in activation checkpointing that forwards attributes of the original.
+def checkpointed(module: nn.Module) -> nn.Module:
+    """Return a module wrapped in activation checkpointing; the wrapper forwards attributes of the module.
 
     `torch.distributed.algorithms._checkpoint.checkpoint_wrapper`, also used with FSDP.
     """
     with needed_for("Planning activation checkpointing"):
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: PLC0415
 
-        wrapped: nn.Module = checkpoint_wrapper(module, **options)
+        wrapped: nn.Module = checkpoint_wrapper(module)
     return wrapped
 
 
@@ -102,7 +102,7 @@ def is_checkpointed(module: nn.Module) -> bool:
     return hasattr(module, "_checkpoint_wrapped_module")
 
 
-def imagined_store() -> Store:
+def fake_store() -> Store:
     """Return the store of a process group with the backend "fake".
 
     The import registers the backend and its collectives for fake tensors.
@@ -114,17 +114,8 @@ def imagined_store() -> Store:
     return store
 
 
-def cuda_driver_number(of: Any = torch._C) -> int | None:  # noqa: ANN401 (torch)
-    """Return the highest CUDA version that the driver supports, such as 12040; None if unknown.
-
-    `torch._C._cuda_getDriverVersion`, missing in builds of torch without CUDA. It does not use the device.
-    """
-    ask = getattr(of, "_cuda_getDriverVersion", None)
-    return None if torch.version.cuda is None or ask is None else int(ask())
-
-
 def fake_device_getter(of: type = FakeTensor) -> Callable[[Any], torch.device]:
-    """Return a function that reads the device of a fake tensor, which is two thirds of all calls during planning.
+    """Return a function that reads the device of a fake tensor; such reads are two thirds of all calls during planning.
 
     `FakeTensor._fake_device` is twice as fast as the property `fake_device` (torch 2.12 and 2.13); in torch 2.11
     `fake_device` is a plain attribute.
@@ -133,19 +124,8 @@ def fake_device_getter(of: type = FakeTensor) -> Callable[[Any], torch.device]:
     return attrgetter("_fake_device" if is_property else "fake_device")
 
 
-def saves_on_host(of: Any = torch._C) -> bool:  # noqa: ANN401 (torch)
-    """Whether `torch.autograd.graph.save_on_cpu` is active, so that saved tensors go to the host.
-
-    `torch._C._autograd._top_saved_tensors_default_hooks`; False if it is missing.
-    """
-    top = getattr(of._autograd, "_top_saved_tensors_default_hooks", None)
-    hooks = None if top is None else top(False)  # noqa: FBT003 (torch's signature)
-    return hooks is not None and "save_on_cpu" in getattr(hooks[0], "__qualname__", "")
-
-
-# Private functions to create fake tensors directly, five times as fast as running the operation. Each is None if torch
-# lacks it; operations are run then.
-undispatched: Any = getattr(torch._C, "_DisableTorchDispatch", None)
-subclass_of: Any = getattr(Tensor, "_make_subclass", None)
-warn_of_data: Any = getattr(torch._C, "_set_warn_deprecated_on_mutable_data_ptr", None)
-keys_of: Any = getattr(torch._C, "_dispatch_keys", None)
+def undispatched(of: Any = torch._C) -> AbstractContextManager[object]:  # noqa: ANN401 (torch)
+    """Return a context in which fake tensors are plain meta tensors: `torch._C._DisableTorchDispatch`."""
+    with needed_for("Planning a step"):
+        guard: AbstractContextManager[object] = of._DisableTorchDispatch()
+    return guard

@@ -1,4 +1,4 @@
-"""Verify a plan: run a step of the real engine on the device, measure its memory, and keep it for later plans."""
+"""Verify a plan: run a step of the real engine on the device, and measure its memory."""
 
 import dataclasses
 import warnings
@@ -15,20 +15,8 @@ from anybatch.engine.engine import Engine
 from anybatch.errors import PlanError
 from anybatch.memory.device_memory import outside_bytes
 from anybatch.parallel.world import World
-from anybatch.planner.budget import catalogued
 from anybatch.planner.fit import Fit
-from anybatch.planner.measurements import (
-    LEAST_OUTSIDE_BYTES,
-    MOST_EXCESS,
-    MOST_OUTSIDE_BYTES,
-    KnownDevices,
-    MeasuredStep,
-    full_name,
-    subject,
-    versions_here,
-)
-from anybatch.planner.plan import Plan
-from anybatch.planner.trace.step_spec import NUM_MICRO_BATCHES, StepSpec, samples_in_memory
+from anybatch.planner.step_spec import NUM_MICRO_BATCHES, StepSpec, samples_in_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +24,11 @@ class Verification:
     """Predicted and measured memory of a step."""
 
     device: str  # the device that ran the step
-    name: str  # the device's type, and its driver's name
     planned_bytes: int  # predicted peak of tensors
     measured_bytes: int  # measured peak of tensors
     planned_reserved_bytes: int | None  # predicted peak of the allocator, without a limit; None on a CPU
     measured_reserved_bytes: int | None  # measured peak of the allocator; None on a CPU
-    outside_bytes: int | None  # memory used outside of the allocator; None on a CPU
+    outside_bytes: int | None  # memory used outside of the allocator, for context and libraries; None on a CPU
     too_large: tuple[int, ...]  # micro-batch sizes that ran out of memory
     num_micro_batches: int = NUM_MICRO_BATCHES
 
@@ -54,6 +41,8 @@ class Verification:
             f"{name:<11}{in_bytes(planned)} planned, {in_bytes(found)} measured: {100 * (planned / found - 1):+.2f}%"
             for name, planned, found in pairs
         ]
+        if self.outside_bytes is not None:
+            lines.append(f"{'outside':<11}{in_bytes(self.outside_bytes)} measured, of context and libraries")
         if self.too_large:
             lines.append(f"ran out of memory at {', '.join(map(str, self.too_large))}")
         pieces = f"{self.num_micro_batches} micro-batch{'es' * (self.num_micro_batches > 1)}"
@@ -61,31 +50,31 @@ class Verification:
 
 
 def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification:
-    """Run the planned step on a device with a new model and repeated samples, and compare the memory.
+    """Run the planned step on a device, with a new model and repeated samples; compare measured and planned memory.
 
     Raises:
-        PlanError: the spec is for several ranks, or its model or optimizer already exists.
+        PlanError: the plan is for several ranks, or its model or optimizer is an object instead of a function.
     """
     if spec.world_size > 1 or isinstance(spec.train, TrainSpec):
-        message = "only a plan for one rank whose train is a function can be verified: plan it that way."
+        message = "only a plan for one rank whose `train` is a function can be verified. Plan it that way."
         raise PlanError(message)
-    made = spec.train()
-    if isinstance(made.optimizer, Optimizer):
-        message = "only a plan whose optimizer is a function can be verified: plan it that way."
+    new_train = spec.train()
+    if isinstance(new_train.optimizer, Optimizer):
+        message = "only a plan whose optimizer is a function can be verified. Plan it that way."
         raise PlanError(message)
     device = torch.device(device)
     size = fit.micro_batch_size
     # Run the traced number of micro-batches, or all if the plan holds the whole batch in memory.
-    several = min(NUM_MICRO_BATCHES, fit.accumulation_steps)
-    built_spec = dataclasses.replace(spec, train=made)
-    num_there = samples_in_memory(built_spec, fit.accumulation_steps * size)
-    num_micro_batches = several if num_there is None else fit.accumulation_steps
+    num_traced = min(NUM_MICRO_BATCHES, fit.accumulation_steps)
+    built_spec = dataclasses.replace(spec, train=new_train)
+    num_in_memory = samples_in_memory(built_spec, fit.accumulation_steps * size)
+    num_micro_batches = num_traced if num_in_memory is None else fit.accumulation_steps
     # Like the plan, skip the check of the loss, whose extra forwards could raise the peak.
-    norms = made.norms or "keep"
-    train = dataclasses.replace(made, effective_batch_size=None, scheduler=None, check_loss=False, norms=norms)
+    norms = new_train.norms or "keep"
+    train = dataclasses.replace(new_train, effective_batch_size=None, scheduler=None, check_loss=False, norms=norms)
     engine = Engine.from_spec(train, Hardware(micro_batch_size=size, world=World(device=device)))
     with engine, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the real run shows them
+        warnings.simplefilter("ignore")  # a real run shows the warnings
         batch = _repeated(spec.sample, num_micro_batches * size)
         # The first step creates the optimizer's state; the plan is for a later step.
         too_large = engine.step(batch).too_large
@@ -97,52 +86,14 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification
     allocator = found.allocator
     return Verification(
         device=found.device,
-        name=full_name(device),
         planned_bytes=fit.peak.num_bytes,
         measured_bytes=found.timeline.peak_bytes if allocator is None else allocator.peak_bytes,
-        # This run has no limit, so compare with the prediction without a limit.
-        planned_reserved_bytes=None if allocator is None else fit.freely_reserved_bytes or fit.reserved_bytes,
+        # No memory limit is set in this run, so compare it with the prediction without a limit.
+        planned_reserved_bytes=None if allocator is None else fit.freely_reserved_bytes,
         measured_reserved_bytes=None if allocator is None else allocator.reserved_bytes,
         outside_bytes=outside,
         too_large=too_large,
         num_micro_batches=num_micro_batches,
-    )
-
-
-def keep(found: Verification, plan: Plan, known: KnownDevices) -> str:
-    """Store the measurements of a plan; return a sentence with the file, or with the reason for not storing them."""
-    step, device = _step(found, plan, known.today()), plan.budget.device
-    if found.too_large:
-        return "not kept: the planned size ran out of memory, so a smaller one was measured"
-    if device is not None and catalogued(step.device) is not device:
-        return f"not kept: this device is a {step.device.partition(': ')[2]}, and the plan is for {device.name}"
-    if step.excess > MOST_EXCESS:
-        return "not kept: the step needed more than twice the planned memory, so other plans cannot use the result"
-    if not known.keep(step):
-        return f"not kept for later plans: cannot write {known.path}"
-    return (
-        f"kept in {known.path}\nlater plans for this device keep 10% free; override with --headroom, or delete the file"
-    )
-
-
-def _step(found: Verification, plan: Plan, today: str) -> MeasuredStep:
-    """Return the measured step, with the bytes of tensors or of the allocator: the ones with the larger error."""
-    workspace, outside = plan.budget.workspace_bytes, found.outside_bytes
-    pairs = [(found.planned_bytes + workspace, found.measured_bytes)]
-    if found.planned_reserved_bytes is not None and found.measured_reserved_bytes is not None:
-        pairs.append((found.planned_reserved_bytes + workspace, found.measured_reserved_bytes))
-    # The larger error determines the headroom of later plans.
-    planned, measured = max(pairs, key=lambda pair: pair[1] / pair[0])
-    of_a_context = outside is not None and LEAST_OUTSIDE_BYTES <= outside <= MOST_OUTSIDE_BYTES
-    return MeasuredStep(
-        device=found.name,
-        budget_bytes=plan.budget.total_bytes,
-        subject=subject(plan.name, plan.precision),
-        planned_bytes=planned,
-        measured_bytes=measured,
-        outside_bytes=outside if of_a_context else None,
-        versions=versions_here(on_cpu=found.name.startswith("cpu:")),
-        date=today,
     )
 
 

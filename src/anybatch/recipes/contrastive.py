@@ -59,13 +59,13 @@ def loss(model: Encoders, vectors: Vectors) -> Float[Tensor, ""]:
     """
     even, odd = vectors
     logits = model.logit_scale.exp() * even @ odd.T
-    own = torch.arange(len(logits), device=logits.device)
-    return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
+    same_image = torch.arange(len(logits), device=logits.device)
+    return (F.cross_entropy(logits, same_image) + F.cross_entropy(logits.T, same_image)) / 2
 
 
 def retrieval(_model: Encoders, vectors: Vectors) -> dict[str, Float[Tensor, ""]]:
     """Return the retrieval accuracy in both directions: is the nearest embedding the other half of the same image?"""
-    likeness = vectors[0] @ vectors[1].T
-    own = torch.arange(len(likeness), device=likeness.device)
-    found = torch.cat([likeness.argmax(side) == own for side in (0, 1)])
-    return {"retrieval_accuracy": found.double().mean()}
+    similarities = vectors[0] @ vectors[1].T
+    same_image = torch.arange(len(similarities), device=similarities.device)
+    is_found = torch.cat([similarities.argmax(axis) == same_image for axis in (0, 1)])
+    return {"retrieval_accuracy": is_found.double().mean()}

@@ -66,9 +66,9 @@ class Digits(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     def __init__(self, split: Literal["train", "held_out"], *, shifted: bool = False) -> None:
         images, labels = _load()
-        own = _is_held_out(labels) if split == "held_out" else ~_is_held_out(labels)
-        self.images: Float[Tensor, "image 1 8 8"] = images[own]
-        self.labels: Int[Tensor, " image"] = labels[own]
+        is_in_split = _is_held_out(labels) if split == "held_out" else ~_is_held_out(labels)
+        self.images: Float[Tensor, "image 1 8 8"] = images[is_in_split]
+        self.labels: Int[Tensor, " image"] = labels[is_in_split]
         self.shifted = shifted
 
     def __len__(self) -> int:
@@ -97,7 +97,7 @@ def _load() -> tuple[Float[Tensor, "image 1 8 8"], Int[Tensor, " image"]]:
 
 
 def _is_held_out(labels: Int[Tensor, " image"]) -> Bool[Tensor, " image"]:
-    # A separate generator: the split must not depend on the run's seed.
+    # A separate generator, because the split must not depend on the run's seed.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     held_out = torch.zeros(len(labels), dtype=torch.bool)
     for digit in range(10):

@@ -6,30 +6,72 @@ folder with a saved model and its tokeniser to use those. Downloads nothing.
 """
 
 import importlib
+import itertools
+import re
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import anybatch as ab
-from anybatch.data import Padded
+from anybatch.data import Packed, Padded, PaddedOrPacked
+from anybatch.data.collate import Collate
 from anybatch.errors import DataError
-from anybatch.recipes.text import (
-    NUM_BYTE_VALUES,
-    Encode,
-    Layout,
-    Passages,
-    adamw,
-    collate_of,
-    encode_bytes,
-    list_files,
-    warm_up_and_cosine,
-)
+from anybatch.recipes.text import NUM_BYTE_VALUES, adamw, list_files, warm_up_and_cosine
 
 _LIBRARY_BYTES = 1_000_000
+Encode = Callable[[str], list[int]]
+Layout = Literal["padded", "packed", "auto"]
+"""Padded to the longest sample of a micro-batch, packed into one row, or the faster one under a token budget."""
+
+
+class Passages(Dataset[dict[str, Tensor]]):
+    """The passages of text files, separated by blank lines; those longer than `longest` tokens are split."""
+
+    def __init__(self, files: Sequence[Path], encode: Encode, longest: int) -> None:
+        texts = (path.read_text(encoding="utf-8", errors="replace") for path in files)
+        passages = itertools.chain.from_iterable(re.split(r"\n\s*\n", text) for text in texts)
+        encoded = (encode(passage.strip("\n")) for passage in passages)
+        parts = (row[start : start + longest] for row in encoded for start in range(0, len(row), longest))
+        # int32 tensors, because lists would need eight times the memory.
+        self.tokens: list[Int[Tensor, " token"]] = [torch.tensor(part, dtype=torch.int32) for part in parts if part[1:]]
+        if not self.tokens:
+            message = f"{len(files)} files contain no passage of at least 2 tokens. Add more text."
+            raise DataError(message, code="too_little_text")
+
+    def __len__(self) -> int:
+        """Return the number of passages."""
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return the tokens of a passage as inputs and as labels: int64 of shape (token,)."""
+        tokens = self.tokens[index].long()
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def encode_bytes(text: str) -> list[int]:
+    """Return the UTF-8 bytes of a text."""
+    return list(text.encode())
+
+
+def collate_of(layout: Layout, padded: Padded) -> Collate:
+    """Return the collate function of a layout."""
+    packed = Packed(shift=padded.shift, longest=padded.longest)
+    layouts: dict[str, Collate] = {
+        "padded": padded,
+        "packed": packed,
+        "auto": PaddedOrPacked(padded=padded, packed=packed),
+    }
+    if layout not in layouts:
+        message = f"{layout=} must be one of {', '.join(map(repr, layouts))}."
+        raise DataError(message)
+    return layouts[layout]
 
 
 def finetune(
@@ -81,7 +123,7 @@ def finetune(
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
-    """Return the mean over the unmasked tokens, as computed by the model."""
+    """Return the loss computed by the model, a mean over the unmasked tokens."""
     value: Float[Tensor, ""] = model(**batch, use_cache=False).loss
     return value
 

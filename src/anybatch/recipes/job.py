@@ -9,21 +9,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from anybatch.core.compatibility import PrecisionName
 from anybatch.core.geometry import checked_int
+from anybatch.core.gradient_noise import GradientNoise
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
-from anybatch.core.run_config import PrecisionName, RunConfig
+from anybatch.core.run_config import RunConfig
 from anybatch.data.batches import Batches, batches
 from anybatch.data.collate import Collate, Lengths
+from anybatch.engine.accumulate import Rng
 from anybatch.engine.arguments import TrainSpec
 from anybatch.engine.bf16_weights import Bf16Weights
-from anybatch.engine.evaluation import Metric
-from anybatch.engine.gradient_noise import GradientNoise
-from anybatch.engine.rng import Rng
 from anybatch.engine.schedule import Scheduler
-from anybatch.engine.updater import ClipArgument, clip_policy
+from anybatch.engine.updater import refuse_clip
 from anybatch.engine.user_code import Model
 from anybatch.errors import BatchSizeError, DataError, LossError, ParameterError, UserError
+from anybatch.metrics import Metric
 from anybatch.norms import Policy, PolicyName
 
 ModelFactory = Callable[[], Model]
@@ -37,9 +38,9 @@ class Evaluation:
     """Held-out data and the metric that evaluates a job.
 
     Args:
-        dataset: function () -> data set, as in `Job`. Read in its own order, once per evaluation.
+        dataset: function () -> data set, as in `Job`; read without shuffling, once per evaluation.
         metric: a metric for `Engine.evaluate`: a declared loss, or a function of (model, batch) that returns one value
-            per sample, `LossSum(total, count)`, or a dict of those by name. None: the job's loss.
+            per sample, `LossSum(total, count)`, or a dict of these by name. None: the job's loss.
         effective_batch_size: samples evaluated together; None: the training batch size. The result does not depend on
             it.
 
@@ -69,22 +70,22 @@ class Job:
 
     Args:
         model: function () -> `nn.Module`, or a dict of named modules; a class without arguments also works.
-        optimizer: function (named_parameters, learning_rate) -> optimizer. Most classes of torch fit:
+        optimizer: function (named_parameters, learning_rate) -> optimizer. Most optimizer classes of torch work:
             `optimizer=torch.optim.AdamW`. It receives the learning rate for `defaults.base_batch_size`; afterwards
             rates are scaled to the effective batch size.
         loss: a declared loss, such as `ab.mean_over_samples(fn)`, or a function of (model, batch) that returns one
             loss per item or `ab.LossSum`.
         dataset: function () -> data set, indexed or iterable, as for `ab.batches`.
-        collate: makes a micro-batch from a list of samples; None: torch's default.
+        collate: function that makes a micro-batch from a list of samples; None: torch's default.
         lengths: length of each sample, as for `ab.batches`, for splits by length; None: unknown.
         shuffle: whether to shuffle every epoch; must be False for an iterable data set.
         evaluate: held-out data and metric; None: no evaluation.
         scheduler: function (optimizer, num_steps) -> scheduler, stepped once per optimizer step; None: constant
-            learning rate. `torch.optim.lr_scheduler.CosineAnnealingLR` fits.
-        clip: maximum gradient norm, a clipping policy, or one per parameter group; once per effective batch.
+            learning rate. `torch.optim.lr_scheduler.CosineAnnealingLR` works.
+        clip: maximum gradient norm of an effective batch.
         norms: policy for BatchNorm in train mode, as for `Engine`.
         rng: what random numbers depend on, as for `Engine`.
-        noise: gradient noise measurement, as for `Engine`; None: none.
+        noise: measurement of gradient noise, as for `Engine`; None: no measurement.
         bf16_weights: how bf16 weights are updated, as for `Engine`.
         defaults: a `RunConfig` with the effective batch size, the learning rate, and any other setting that a run may
             override.
@@ -103,7 +104,7 @@ class Job:
     shuffle: bool = True
     evaluate: Evaluation | None = None
     scheduler: SchedulerFactory | None = None
-    clip: ClipArgument = None
+    clip: float | None = None
     norms: Policy | PolicyName | None = None
     rng: Rng = "micro_batch"
     noise: GradientNoise | None = None
@@ -119,7 +120,7 @@ class Job:
             _check_function("Job", "collate", self.collate, "(samples)", DataError)
         if self.scheduler is not None:
             _check_function("Job", "scheduler", self.scheduler, "(optimizer, num_steps)", ParameterError)
-        clip_policy(self.clip)
+        refuse_clip(self.clip)
         for name, kind in (("evaluate", Evaluation), ("defaults", RunConfig)):
             value = getattr(self, name)
             if not isinstance(value, kind) and not (name == "evaluate" and value is None):
@@ -131,7 +132,7 @@ class Job:
                 raise UserError(message, code="missing_default")
 
     def train_batches(self, dataset: Any = None, **options: Any) -> Batches:  # noqa: ANN401 (what `batches` takes)
-        """Return effective batches of the job's data, in its order and layout.
+        """Return effective batches of the job's data, with its shuffling, collate function and lengths.
 
         Args:
             dataset: an earlier result of `self.dataset()`; None calls it.
@@ -148,10 +149,10 @@ class Job:
         effective_batch_size: int | None = None,
         precision: PrecisionName | None = None,
     ) -> TrainSpec:
-        """Return the job as a `TrainSpec` with a new model, without its scheduler, which needs the number of steps.
+        """Return the job as a `TrainSpec` with a new model; without the scheduler, which needs the number of steps.
 
         Args:
-            seed: seed of the initial parameters; None uses the caller's generator.
+            seed: seed of the initial parameters; None: the caller's generator.
             learning_rate: learning rate for the optimizer function; None: the default.
             effective_batch_size: samples of one optimizer step, over all ranks; None: the default, the
                 largest size of a ramp.
@@ -175,7 +176,7 @@ class Job:
 
 
 def make_model(job: Job, seed: int) -> Model:
-    """Return a new model whose initial parameters depend only on `seed`; the caller's generators are restored.
+    """Return a new model whose initial parameters depend only on `seed`; the caller's generators do not change.
 
     Parameters are drawn on the CPU, so they do not depend on the run's device.
     """
@@ -187,10 +188,10 @@ def make_model(job: Job, seed: int) -> Model:
 def _check_function(owner: str, name: str, value: object, arguments: str, error: type[UserError]) -> None:
     """Refuse a value that cannot be called with these arguments, such as an object instead of its factory."""
     form = f"a function {name}{arguments}"
-    # A module is callable too, and a frequent mistake.
+    # Passing a module instead of a function is a frequent mistake, and a module is callable too.
     if isinstance(value, nn.Module) or not callable(value):
-        cure = f"{form} that makes it: {name}=lambda: ..." if arguments == "()" else form
-        message = f"{owner}({name}=...) is {_kind(value)}, already made; pass {cure}."
+        fix = f"{form} that returns it: {name}=lambda: ..." if arguments == "()" else form
+        message = f"{owner}({name}=...) is {_kind(value)}; pass {fix}."
         raise error(message, code="already_made")
     try:
         # Binding checks the number of arguments without calling the function, which might build a model.
@@ -203,7 +204,7 @@ def _check_function(owner: str, name: str, value: object, arguments: str, error:
     except TypeError as mismatch:
         message = (
             f"{owner}({name}=...) must be {form}, but {getattr(value, '__name__', _kind(value))}{signature} cannot be "
-            f"called so: {mismatch}."
+            f"called like that: {mismatch}."
         )
         raise error(message, code="wrong_arguments") from None
 
@@ -212,10 +213,11 @@ def _check_loss(loss: object) -> None:
     function = loss.function if isinstance(loss, Loss) else loss
     encode = loss.kind.encode if isinstance(loss, Loss) else None
     # A loss with parameters would be shared by all models that a command builds.
-    own = next((f for f in (function, encode) if isinstance(f, nn.Module) and any(True for _ in f.parameters())), None)
-    if own is not None:
+    modules = [part for part in (function, encode) if isinstance(part, nn.Module)]
+    trained = next((module for module in modules if any(True for _ in module.parameters())), None)
+    if trained is not None:
         message = (
-            f"Job(loss=...) is {_kind(own)} with parameters, which all commands would share. Put it into the "
+            f"Job(loss=...) is {_kind(trained)} with parameters, which all commands would share. Put it into the "
             'model, as in model=lambda: {"net": Net(), "loss": Loss()}, and pass a function of (model, batch).'
         )
         raise LossError(message, code="loss_has_parameters")

@@ -5,32 +5,26 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from anybatch.checkpoints import list_checkpoints
-from anybatch.core.geometry import ceil_div
 from anybatch.core.records import DiagnosisRecord, Observer
 from anybatch.core.run_config import RunConfig
-from anybatch.core.token_budget import token_budget
 from anybatch.data.batches import Batches
 from anybatch.engine.engine import Engine
-from anybatch.engine.micro_batch_size.search import Auto, Memory
+from anybatch.engine.micro_batch_size.search import Auto
 from anybatch.errors import AnyBatchError, UserError
 from anybatch.parallel.world import World
-from anybatch.planner.measurements import KnownDevices
 from anybatch.recipes.job import Job
 from anybatch.recipes.run_folder import Origin, RunFolder, RunHeader, Stretch
 from anybatch.recipes.start import LEARNED, JobRun, num_steps_of, resolve_settings, scheduler_function, start
-
-if TYPE_CHECKING:
-    from anybatch.recipes.planning.plan import Largest
 
 ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRun:
-    """A run that is ready to continue; `rest` is None when no steps are left, `num_steps` is None without a length."""
+    """A run that is ready; `rest` is None if no steps are left, `num_steps` if the number of batches is unknown."""
 
     run: JobRun
     rest: Batches | None
@@ -43,90 +37,73 @@ def prepare(
     header: RunHeader | None,
     origin: Origin,
     *,
-    place: RunFolder,
+    folder: RunFolder,
     world: World,
-    known: Memory | None = None,
-    devices: KnownDevices | None = None,
     observer: Observer,
 ) -> PreparedRun:
     """Build a run, load its newest checkpoint if there is one, and write its header.
 
-    `header` belongs to the run to resume, None for a new run; without `known` the fastest sizes are measured again.
+    `header` is the header of the run to resume; None for a new run.
     """
     former = None if header is None else header.stretches[-1]
     settings = resolve_settings(job, given, None if former is None else former.settings, world_size=world.size)
-    largest = _largest_that_ran(header, given)
-    # Made once, so that a resumed run continues on the same data set.
+    limit = _micro_batch_limit(header, given)
+    # Created once, so that a resumed run continues on the same data set.
     dataset = job.dataset()
     job = dataclasses.replace(job, defaults=settings, dataset=lambda: dataset)
     run = start(
         job,
         settings,
         schedule_steps=None if header is None else header.stretches[-1].schedule_steps,
-        **_sizes(settings, world, largest, known, _planned_largest(job, world, devices)),
+        **_sizes(job, settings, limit, world),
         observer=observer,
         world=world,
     )
     # Parameter groups usually share a rate, which is then printed once.
-    run.engine.decisions.add("learning_rate", "; ".join(dict.fromkeys(map(str, run.rates))))
+    run.engine.decisions["learning_rate"] = "; ".join(dict.fromkeys(map(str, run.rates)))
     if header is None:
         num_steps = num_steps_of(run.batches)
         header, ready = RunHeader(origin, (Stretch(0, settings, num_steps),)), PreparedRun(run, run.batches, num_steps)
     else:
-        if largest is not None:
+        if limit is not None:
             message = (
-                f"micro-batches are limited to {largest} samples, because larger ones ran out of memory in a step "
+                f"micro-batches are limited to {limit} samples, because larger ones ran out of memory in a step "
                 "that could not be repeated; the result stays the same"
             )
-            run.engine.decisions.add("micro_batch_size", message)
+            run.engine.decisions["micro_batch_size"] = message
             notify(observer, run.engine, "goes_on_smaller", message)
-        _load(run.engine, place, observer)
+        _load(run.engine, folder, observer)
         rest = _rest(settings, dataset, job, run.engine)
         left = 0 if rest is None else num_steps_of(rest)
         ready = PreparedRun(run, rest, None if left is None else run.engine.num_steps + left)
         header = _follow_changes(job, header, settings, ready=ready, observer=observer)
-    header = dataclasses.replace(header, origin={**header.origin, **origin}, largest_micro_batch_size=largest)
-    on_first_rank(world, partial(place.write, header))
+    header = dataclasses.replace(header, origin={**header.origin, **origin}, largest_micro_batch_size=limit)
+    on_first_rank(world, partial(folder.write, header))
     return ready
 
 
-def _largest_that_ran(header: RunHeader | None, given: RunConfig) -> int | None:
+def _micro_batch_limit(header: RunHeader | None, given: RunConfig) -> int | None:
     """Return the micro-batch limit left by earlier sessions; a newly given size lifts it."""
     if header is None:
         return None
     former = header.stretches[-1].settings
-    same = all(
-        chosen in (None, before)
-        for chosen, before in (
-            (given.micro_batch_size, former.micro_batch_size),
-            (given.accumulation_steps, former.accumulation_steps),
-        )
-    )
+    names = ("micro_batch_size", "accumulation_steps")
+    same = all(getattr(given, name) in (None, getattr(former, name)) for name in names)
     return header.largest_micro_batch_size if same else None
 
 
-def _sizes(
-    settings: RunConfig, world: World, limit: int | None, known: Memory | None, planned: "Largest | None"
-) -> dict[str, Any]:
-    """Return the fields of `Hardware` about micro-batch sizes."""
-    if settings.micro_batch_tokens is not None and limit is None:
-        return {"micro_batch_size": token_budget(settings.micro_batch_tokens)}
-    size, steps = settings.micro_batch_size, settings.accumulation_steps
-    if limit is None:
-        auto = Auto(largest=planned, known=None if size == "remeasure" else known)
-        return {"micro_batch_size": size if isinstance(size, int) else auto, "accumulation_steps": steps}
-    if steps is not None:
-        size = ceil_div(settings.largest_batch_size, world.size * steps)
-    return {"micro_batch_size": min(size, limit) if isinstance(size, int) else limit, "accumulation_steps": None}
+def _sizes(job: Job, settings: RunConfig, limit: int | None, world: World) -> dict[str, Any]:
+    """Return the micro-batch arguments of `Hardware` that override the settings."""
+    if limit is not None:
+        return {"micro_batch_size": limit, "accumulation_steps": None}
+    is_given = isinstance(settings.micro_batch_size, int) or settings.micro_batch_tokens is not None
+    # On a CPU, planning takes longer than it saves (docs/log.md).
+    if is_given or world.device.type != "cuda":
+        return {}
+    from anybatch.recipes.planning.plan import planned_largest  # noqa: PLC0415 (imports the planner)
 
-
-def _planned_largest(job: Job, world: World, devices: KnownDevices | None) -> "Largest | None":
-    """Return the planner's limit; None on a CPU, where planning takes longer than it saves (docs/log.md)."""
-    if world.device.type != "cuda":
-        return None
-    from anybatch.recipes.planning.plan import planned_for_job  # noqa: PLC0415 (imports the planner)
-
-    return planned_for_job(job, world, devices)
+    planned = planned_largest(job.train_spec, device=world.device, world_size=world.size)
+    return {"micro_batch_size": Auto(largest=planned)}
 
 
 def on_first_rank(world: World, act: Callable[[], ResultT]) -> ResultT:
@@ -157,21 +134,21 @@ def notify(observer: Observer, engine: Engine, code: str, message: str, *, is_wa
     )
 
 
-def _load(engine: Engine, place: RunFolder, observer: Observer) -> None:
-    """Load the newest intact checkpoint; a run that ended before its first one starts again."""
+def _load(engine: Engine, folder: RunFolder, observer: Observer) -> None:
+    """Load the newest intact checkpoint; if the run ended before its first checkpoint, it starts again at step 0."""
     # Rank 0 writes checkpoints, but another rank's machine may not see the folder.
-    there = bool(list_checkpoints(place.checkpoints))
-    if not any(engine.world.gather_objects(there)):
+    has_checkpoint = bool(list_checkpoints(folder.checkpoints))
+    if not any(engine.world.gather_objects(has_checkpoint)):
         message = "no checkpoint yet: starting again at step 0"
         notify(observer, engine, "no_checkpoint", message, is_warning=True)
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # observers receive each of them as a record
-        engine.load(place.checkpoints)
+        warnings.simplefilter("ignore", UserWarning)  # observers receive each warning as a record
+        engine.load(folder.checkpoints)
 
 
 def _rest(settings: RunConfig, dataset: Any, job: Job, engine: Engine) -> Batches | None:  # noqa: ANN401 (any data set)
-    """Return the remaining batches; None if all steps are made."""
+    """Return the remaining batches; None if no steps are left."""
     left = None if settings.steps is None else settings.steps - engine.num_steps
     if left is not None and left < 0:
         message = (
@@ -194,16 +171,16 @@ def _rest(settings: RunConfig, dataset: Any, job: Job, engine: Engine) -> Batche
 def _follow_changes(
     job: Job, header: RunHeader, settings: RunConfig, *, ready: PreparedRun, observer: Observer
 ) -> RunHeader:
-    """Reset the learning rates if the checkpoint has other settings; return the updated header."""
+    """Reset the learning rates if the settings differ from the checkpoint's; return the updated header."""
     engine, last = ready.run.engine, header.stretches[-1]
     before = header.before(engine.num_steps)
     changes = before.settings.differences(settings, LEARNED)
     if not changes and before.schedule_steps == last.schedule_steps:
         unchanged = settings == last.settings
         return header if unchanged else header.with_change(Stretch(engine.num_steps, settings, last.schedule_steps))
-    made = getattr(engine.scheduler, "last_epoch", 0)  # fewer than steps if fp16 skipped some
+    num_scheduled = getattr(engine.scheduler, "last_epoch", 0)  # fewer than steps if fp16 skipped some
     for group, values in zip(engine.optimizer.param_groups, ready.run.hyperparameters, strict=True):
-        # A scheduler stores its base rate in the group, where the next one would find it.
+        # A scheduler stores its base rate in the group, where the next scheduler would read it.
         group.pop("initial_lr", None)
         group.update(values)
     make = scheduler_function(job, ready.num_steps)
@@ -212,9 +189,12 @@ def _follow_changes(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about a scheduler that is stepped before its optimizer
         # The new schedule advances to the position of the old one.
-        for _ in range(made):
+        for _ in range(num_scheduled):
             cast("Any", engine.scheduler).step()
-    asked = ", ".join(changes) or "the settings of this one"
-    message = f"from step {engine.num_steps} on learning rates follow a run of {ready.num_steps} steps with {asked}"
+    changed = ", ".join(changes) or "unchanged settings"
+    message = (
+        f"from step {engine.num_steps} on, learning rates follow the schedule of a run of {ready.num_steps} steps "
+        f"with {changed}"
+    )
     notify(observer, engine, "learning_rates_follow", message)
     return header.with_change(Stretch(engine.num_steps, settings, ready.num_steps))

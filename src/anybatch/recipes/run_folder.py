@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import Any, TextIO
 
 from anybatch.core.run_config import RunConfig
-from anybatch.errors import CheckpointAccessError, CheckpointError, MissingCheckpointError, UserError
+from anybatch.errors import CheckpointError, MissingCheckpointError, UserError
 
 _VERSION = 1
 Origin = Mapping[str, str | int]
@@ -47,8 +47,8 @@ class RunHeader:
     """The request that started a run, and the settings of each stretch.
 
     `origin` has the recipe and the number of ranks of the command; `stretches` are sorted by first step.
-    `largest_micro_batch_size` is the limit since larger micro-batches ran out of memory in a step that could not be
-    repeated; None without a limit.
+    `largest_micro_batch_size` is the limit that was set because larger micro-batches ran out of memory in a step that
+    could not be repeated; None without a limit.
     """
 
     origin: Origin
@@ -56,12 +56,12 @@ class RunHeader:
     largest_micro_batch_size: int | None = None
 
     def before(self, step: int) -> Stretch:
-        """Return the stretch of a checkpoint of `step`; a change at `step` applies after it."""
+        """Return the stretch to which a checkpoint of `step` belongs; a stretch that begins at `step` comes later."""
         earlier = [stretch for stretch in self.stretches if stretch.first_step < step]
         return earlier[-1] if earlier else self.stretches[0]
 
     def with_change(self, change: Stretch) -> "RunHeader":
-        """Return this header with another last stretch."""
+        """Return this header with `change` as last stretch; it replaces those that do not begin before it."""
         earlier = [each for each in self.stretches if each.first_step < change.first_step]
         return dataclasses.replace(self, stretches=(*earlier, change))
 
@@ -84,12 +84,12 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of its checkpoints."""
+        """The folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def plots(self) -> tuple[Path, Path]:
-        """The pictures of its losses."""
+        """The pictures of the losses."""
         return self.path / "losses.png", self.path / "losses.svg"
 
     @property
@@ -102,20 +102,16 @@ class RunFolder:
         return self.path / (f"events-rank-{rank}.jsonl" if rank else "events.jsonl")
 
     def refuse_used(self) -> None:
-        """Raise if the folder already has content, so that a new run cannot mix with it."""
-        try:
-            used = self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
-        except PermissionError as error:
-            raise _no_access(self.path, error) from error
-        if not used:
+        """Raise `UserError` if the folder has content, so that a new run cannot mix with it."""
+        if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
             return
         kind = "a folder that is not empty" if self.path.is_dir() else "a file"
-        cure = (
+        hint = (
             "To resume the run in it, add --resume; for a new run choose another folder."
             if self.header.exists()
             else "Choose another folder."
         )
-        message = f"{self.path} is {kind}. {cure}"
+        message = f"{self.path} is {kind}. {hint}"
         raise UserError(message, code="folder_in_use")
 
     @contextmanager
@@ -125,12 +121,8 @@ class RunFolder:
         The system releases the lock when the process ends, even if it is killed. A lock held on another host is
         ignored, because a shared file system may keep it for minutes after that host failed. Windows has no such lock.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            file = self.lock.open("a+", encoding="utf-8")
-        except PermissionError as error:
-            raise _no_access(self.path, error) from error
-        with file:
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self.lock.open("a+", encoding="utf-8") as file:
             holder = _lock(file)
             if holder is not None:
                 message = (
@@ -150,8 +142,6 @@ class RunFolder:
                 "Pass the folder of a run, or start a new one without --resume."
             )
             raise MissingCheckpointError(message, path=self.header, code="no_run") from None
-        except PermissionError as error:
-            raise _no_access(self.header, error) from error
         try:
             found = json.loads(text)
             stretches = [
@@ -184,21 +174,18 @@ class RunFolder:
             "largest_micro_batch_size": header.largest_micro_batch_size,
         }
         partial = self.header.with_name(f"{self.header.name}.saving")
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with partial.open("w", encoding="utf-8") as file:
-                file.write(json.dumps(content, indent=2) + "\n")
-                file.flush()
-                # Flushed before the rename, so that a power failure cannot leave an empty file with the new name.
-                os.fsync(file.fileno())
-            # A rename is atomic on one file system: a killed run leaves the old header or the new one.
-            partial.replace(self.header)
-        except PermissionError as error:
-            raise _no_access(self.path, error) from error
+        self.path.mkdir(parents=True, exist_ok=True)
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=2) + "\n")
+            file.flush()
+            # Flushed before the rename, so that a power failure cannot leave an empty file with the new name.
+            os.fsync(file.fileno())
+        # A rename is atomic on one file system: a killed run leaves the old header or the new one.
+        partial.replace(self.header)
 
     def clear(self, rank: int) -> None:
-        """Remove a rank's files of a run without steps, and the folder if it is then empty."""
-        # Best effort: a folder with files of the user stays.
+        """Remove the files that a rank wrote before the first step, and the folder if it is then empty."""
+        # Errors are ignored: a folder with files of the user stays.
         with suppress(OSError):
             self.log(rank).unlink(missing_ok=True)
             if rank == 0:
@@ -209,7 +196,7 @@ class RunFolder:
 
 
 def _lock(file: TextIO) -> str | None:
-    """Lock a file and write this process's id to it; return the id of another process with the lock."""
+    """Lock a file and write this process's id to it; if another process has the lock, return that process's id."""
     if sys.platform == "win32":
         return None
     import fcntl  # noqa: PLC0415 (missing on Windows)
@@ -228,8 +215,3 @@ def _lock(file: TextIO) -> str | None:
     file.write(f"{host} {os.getpid()}")
     file.flush()
     return None
-
-
-def _no_access(path: Path, error: OSError) -> CheckpointAccessError:
-    message = f"{path} cannot be used: {error.strerror}. Choose another folder, or change its permissions."
-    return CheckpointAccessError(message, path=path)

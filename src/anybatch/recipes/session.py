@@ -1,11 +1,11 @@
-"""Stop requests: a signal stops a run after its step, a second Ctrl-C quits immediately."""
+"""Trains a job in a folder until it ends or a signal stops it; a second Ctrl-C quits immediately."""
 
 import contextlib
 import dataclasses
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,9 @@ from anybatch.core.geometry import ceil_div
 from anybatch.core.records import MemoryRecord, Observer, Observers, Record, StepReport
 from anybatch.core.run_config import RunConfig
 from anybatch.engine.engine import Engine
-from anybatch.engine.micro_batch_size.search import Memory
-from anybatch.errors import CannotRedoError, RankFailedError, UserError
+from anybatch.errors import CannotRedoError, RankFailedError
 from anybatch.events.jsonl import JsonlLog
 from anybatch.parallel.world import World
-from anybatch.planner.measurements import KnownDevices
 from anybatch.recipes.job import Job
 from anybatch.recipes.prepare import PreparedRun, on_first_rank, prepare
 from anybatch.recipes.run_folder import NO_ORIGIN, Origin, RunFolder, RunHeader
@@ -30,25 +28,25 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Whether a stop was requested: call it to ask. Signals are caught inside its `with`.
+    """Catches stop signals inside its `with` block; call it to learn whether a stop was requested.
 
     SIGINT (Ctrl-C) and SIGTERM request a stop. A SIGINT after either raises KeyboardInterrupt immediately; a second
-    SIGTERM does not, because schedulers may send it twice. `say` is called once, from the signal handler, so it must
+    SIGTERM does not, because schedulers may send it twice. `notify` is called once, from the signal handler, so it must
     not print through a buffer.
     """
 
-    def __init__(self, say: Callable[[signal.Signals], None] | None = None) -> None:
-        self._say = say
-        self._asked: signal.Signals | None = None
+    def __init__(self, notify: Callable[[signal.Signals], None] | None = None) -> None:
+        self._notify = notify
+        self._received: signal.Signals | None = None
         self._former: dict[signal.Signals, Any] = {}
 
     def __call__(self) -> bool:
         """Return whether a stop was requested."""
-        return self._asked is not None
+        return self._received is not None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # only this thread may catch signals
-            self._former = {number: signal.signal(number, self._ask) for number in SIGNALS}
+            self._former = {number: signal.signal(number, self._receive) for number in SIGNALS}
         return self
 
     def __exit__(
@@ -58,36 +56,29 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
         self._former = {}
 
-    def _ask(self, number: int, _frame: FrameType | None) -> None:
-        if self._asked is not None:
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        if self._received is not None:
             if number == signal.SIGINT:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # a third SIGINT must not interrupt the clean-up
                 raise KeyboardInterrupt
             return
-        self._asked = signal.Signals(number)
-        if self._say is not None:
-            self._say(self._asked)
+        self._received = signal.Signals(number)
+        if self._notify is not None:
+            self._notify(self._received)
 
 
 CHECKPOINT_SECONDS = 600.0
 NUM_EVALUATIONS = 4
-"""Evaluations in a run shorter than an epoch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionStart:
-    """The facts known before the first step of a session; `num_steps` counts the whole run, None if unknown."""
-
-    folder: RunFolder
-    first_step: int
-    num_steps: int | None
+"""Number of evaluations in a run shorter than an epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionResult:
     """The result of a session.
 
-    `session_seconds` is its duration, `stepping_seconds` the part without start-up, evaluation and saving. `peak_bytes`
-    and `limit_bytes` are of this rank; None if unknown. `loss` is of the last step, `metrics` of the last evaluation.
+    `session_seconds` is the duration, `stepping_seconds` the part without start-up, evaluation and saving. `peak_bytes`
+    and `limit_bytes` are for this rank; None if unknown. `loss` is from the last step, `metrics` from the last
+    evaluation.
     """
 
     folder: RunFolder
@@ -112,97 +103,83 @@ def train(
     resume: bool = False,
     origin: Origin = NO_ORIGIN,
     world: World | None = None,
-    known: Memory | None = None,
-    devices: KnownDevices | None = None,
-    observer: Callable[[SessionStart], Observer] | None = None,
+    observer: Callable[[RunFolder, int | None], Observer] | None = None,
     stop: Callable[[], bool] | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     clock: Callable[[], float] = time.monotonic,
 ) -> SessionResult:
-    """Train a job in a folder, or resume it. Call it on every rank.
+    """Train a job in a folder, or resume the run in it. Call this on every rank.
 
     Evaluates and saves at the end of every epoch and of the run, and saves every `checkpoint_seconds` and on a stop
-    request. A resumed run continues from the newest intact checkpoint, or starts again without one.
+    request. A resumed run continues from the newest intact checkpoint; without one it starts again.
 
-    If a resumed run has another batch size, learning rate or length, it continues with the learning rates of a new run
-    with these settings at that step.
+    If a resumed run has another batch size, learning rate or length, its learning rates are those that a new run with
+    these settings has at that step.
 
     `given` overrides the job's settings or, when resuming, the earlier ones. `origin`, the command's recipe and
-    ranks, is stored for later resumes. Without `known` and `devices` nothing measured before is used.
-    `observer(start)` makes a second observer, next to the log. `stop()` returns whether to stop after this step; one
-    rank suffices; None stops on SIGINT and SIGTERM, and a second SIGINT quits immediately. `clock` is monotonic, in
-    seconds.
+    ranks, is stored for later resumes. `observer(folder, num_steps)` returns another observer, in addition to the log;
+    num_steps is None if unknown. `stop()` returns whether to stop after the current step, and may do so on one rank
+    only; None: stop on SIGINT and SIGTERM, and quit immediately on a second SIGINT. `clock` is monotonic, in seconds.
 
     Raises:
         UserError: the folder is in use, or a setting is invalid.
         CheckpointError: the folder has no run to resume, or a checkpoint cannot be written.
         NonFiniteError, RankFailedError: as in `Engine.step`.
-        CannotRedoError: memory ran out in a step that ranks cannot repeat. The folder keeps the smaller micro-batch
-            size for `resume`.
+        CannotRedoError: memory ran out in a step that ranks cannot repeat. The smaller micro-batch size is stored in
+            the folder for `resume`.
     """
     begun = clock()
     world = World.from_environment() if world is None else world
-    if world.has_model_groups:
-        message = (
-            f"a recipe needs ranks of one process each, but this world has {world.size} ranks of "
-            f"{world.num_processes} processes. Use an Engine in your own loop."
-        )
-        raise UserError(message)
-    place = RunFolder(Path(folder))
-    held = contextlib.ExitStack()
-    header = on_first_rank(world, partial(_claim, place, held, resume=resume))
+    run_folder = RunFolder(Path(folder))
+    stack = contextlib.ExitStack()
+    header = on_first_rank(world, partial(_claim, run_folder, stack, resume=resume))
     ready: PreparedRun | None = None
     try:
         with (
-            held,
-            contextlib.nullcontext(stop) if stop is not None else StopRequest() as asked,
-            JsonlLog(place.log(world.rank)) as log,
+            stack,
+            contextlib.nullcontext(stop) if stop is not None else StopRequest() as stop_requested,
+            JsonlLog(run_folder.log(world.rank)) as log,
         ):
             highest = PeakMemory()
             backlog = Backlog()
-            # The user's observer needs the number of steps, so it is created after the run; a backlog keeps records.
+            # The user's observer needs the number of steps, which is known later; the backlog stores records for it.
             observers = Observers(log, highest) if observer is None else Observers(log, highest, backlog)
             ready = prepare(
                 job,
                 given or RunConfig(),
                 header,
                 origin,
-                place=place,
+                folder=run_folder,
                 world=world,
-                known=known,
-                devices=devices,
                 observer=observers,
             )
             if observer is not None:
-                first_step = ready.run.engine.num_steps
-                session_start = SessionStart(folder=place, first_step=first_step, num_steps=ready.num_steps)
-                backlog.forward_to(observer(session_start))
-            session = _Session(ready, place, highest, asked, checkpoint_seconds, clock)
+                backlog.forward_to(observer(run_folder, ready.num_steps))
+            session = _Session(ready, run_folder, highest, stop_requested, checkpoint_seconds, clock)
             return _run(session, ready.run.engine, begun)
     except BaseException as error:
-        if _keeps_smaller_size(error, place, world):
+        if _store_smaller_size(error, run_folder, world):
             raise
-        # A new folder without steps would block the same command.
         if header is None and (ready is None or ready.run.engine.num_steps == 0):
-            place.clear(world.rank)  # so that the same command works after the cause is fixed
+            run_folder.clear(world.rank)  # so that the same command works after the cause is fixed
         raise
 
 
-def _claim(place: RunFolder, held: contextlib.ExitStack, *, resume: bool) -> RunHeader | None:
-    """Lock the folder until `held` closes; return the header of the run to resume."""
-    header = place.read() if resume else None
+def _claim(folder: RunFolder, stack: contextlib.ExitStack, *, resume: bool) -> RunHeader | None:
+    """Lock the folder until `stack` closes; return the header of the run to resume."""
+    header = folder.read() if resume else None
     if header is None:
-        place.refuse_used()
-    held.enter_context(place.locked())
+        folder.refuse_used()
+    stack.enter_context(folder.locked())
     return header
 
 
-def _keeps_smaller_size(error: BaseException, place: RunFolder, world: World) -> bool:
-    """Store the smaller size to resume with, if a step could not be repeated in smaller micro-batches."""
+def _store_smaller_size(error: BaseException, folder: RunFolder, world: World) -> bool:
+    """Store the smaller size of an error for a resume; return False if the error has none."""
     if not isinstance(error, CannotRedoError | RankFailedError) or error.smaller_micro_batch_size is None:
         return False
     if world.rank == 0:
-        place.write(dataclasses.replace(place.read(), largest_micro_batch_size=error.smaller_micro_batch_size))
+        folder.write(dataclasses.replace(folder.read(), largest_micro_batch_size=error.smaller_micro_batch_size))
     return True
 
 
@@ -218,11 +195,11 @@ def _run(session: "_Session", engine: Engine, begun: float) -> SessionResult:
 
 
 class StoppedOnRequest(KeyboardInterrupt):
-    """The reason in the log for the end of a run that was asked to stop. Never raised."""
+    """The reason in the log for the end of a run that was stopped on request. Never raised."""
 
 
 class Backlog:
-    """An observer that stores records for another one, created once the run is ready."""
+    """An observer that stores records for another observer, which is created later."""
 
     def __init__(self) -> None:
         self._records: list[Record] = []
@@ -257,43 +234,41 @@ class PeakMemory:
 class _Session:
     """The loop of one session, and its state between steps."""
 
-    def __init__(  # noqa: PLR0917 (all that a session needs)
+    def __init__(  # noqa: PLR0917 (what a session needs)
         self,
         ready: PreparedRun,
-        place: RunFolder,
+        folder: RunFolder,
         highest: PeakMemory,
-        asked: Callable[[], bool],
+        stop_requested: Callable[[], bool],
         checkpoint_seconds: float,
         clock: Callable[[], float],
     ) -> None:
         self._run, self._engine = ready.run, ready.run.engine
         self._rest = ready.rest
         self._num_steps = ready.num_steps
-        self._place, self._highest = place, highest
-        self._asked, self._checkpoint_seconds, self._clock = asked, checkpoint_seconds, clock
+        self._folder, self._highest = folder, highest
+        self._stop_requested, self._checkpoint_seconds, self._clock = stop_requested, checkpoint_seconds, clock
         self._first_step = self._engine.num_steps
         self._evaluated = self._saved = -1
         self._saved_at = clock()
         self._report: StepReport | None = None
         self._num_samples = 0
-        self._aside_seconds = 0.0
+        self._stepping_seconds = 0.0
         self._metrics: Mapping[str, float] = {}
 
     def run(self, begun: float) -> SessionResult:
         """Step until the data ends or a stop is requested; the session began at `begun`."""
-        loop_begun = self._clock()
         stopped = self._step_to_the_end()
-        loop_seconds = self._clock() - loop_begun
-        found = list_checkpoints(self._place.checkpoints)
+        found = list_checkpoints(self._folder.checkpoints)
         memory = self._highest.record
         return SessionResult(
-            folder=self._place,
+            folder=self._folder,
             stopped=stopped,
             num_steps=self._engine.num_steps,
             num_session_steps=self._engine.num_steps - self._first_step,
             num_session_samples=self._num_samples,
             session_seconds=self._clock() - begun,
-            stepping_seconds=loop_seconds - self._aside_seconds,
+            stepping_seconds=self._stepping_seconds,
             peak_bytes=None if memory is None else memory.peak_bytes,
             limit_bytes=None if memory is None else memory.limit_bytes,
             loss=None if self._report is None else self._report.loss,
@@ -302,22 +277,24 @@ class _Session:
         )
 
     def _step_to_the_end(self) -> bool:
-        """Return whether the session stopped on request."""
-        often = self._steps_per_evaluation()
+        """Run all steps, evaluations and saves; return whether the session stopped on request."""
+        interval, begun = self._steps_per_evaluation(), self._clock()
         for batch in self._rest or ():
             self._report = report = self._engine.step(batch)
             self._num_samples += report.num_samples
             stopping, due = self._agree()
+            self._stepping_seconds += self._clock() - begun
             # A request in the very last step has no effect, because the run is complete.
             if stopping and self._engine.num_steps != self._num_steps:
                 self._save()
                 return True
             # A position without samples is the start of an epoch: the last epoch just ended.
             ends_epoch = report.position.sample_offset == 0
-            if ends_epoch or (often and self._engine.num_steps % often == 0):
+            if ends_epoch or (interval and self._engine.num_steps % interval == 0):
                 self._evaluate()
             if ends_epoch or due:
                 self._save()
+            begun = self._clock()
         self._evaluate()
         if self._report is not None:
             self._save()
@@ -327,12 +304,12 @@ class _Session:
         """Return whether to stop, which any rank may request, and whether to save, which rank 0's clock decides."""
         is_due = self._clock() - self._saved_at >= self._checkpoint_seconds
         # Signals arrive at different times and clocks differ, but all ranks must stop and save after the same step.
-        votes = self._engine.world.gather_numbers([self._asked(), is_due])
-        return any(asked for asked, _ in votes), bool(votes[0][1])
+        votes = self._engine.world.gather_numbers([self._stop_requested(), is_due])
+        return any(stop for stop, _ in votes), bool(votes[0][1])
 
     def _steps_per_evaluation(self) -> int | None:
         """Return the steps between evaluations of a run shorter than an epoch; None: evaluate at the end of epochs."""
-        # Under a ramp epochs differ in length; a run of whole epochs is never shorter than one.
+        # A run of whole epochs is never shorter than one; with a growing batch size, epochs differ in their steps.
         if self._rest is None or self._num_steps is None or self._rest.request.epochs is not None:
             return None
         try:
@@ -344,21 +321,12 @@ class _Session:
 
     def _evaluate(self) -> None:
         if self._evaluated != self._engine.num_steps:
-            with self._aside():
-                self._metrics = self._run.evaluate()
+            self._metrics = self._run.evaluate()
             self._evaluated = self._engine.num_steps
 
     def _save(self) -> None:
         # The end of an epoch and the clock may both request a checkpoint of the same step.
         if self._saved != self._engine.num_steps:
-            with self._aside():
-                self._engine.save(self._place.checkpoints)
+            self._engine.save(self._folder.checkpoints)
             self._saved = self._engine.num_steps
             self._saved_at = self._clock()
-
-    @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Exclude the time of evaluations and checkpoints from the time of steps."""
-        begun = self._clock()
-        yield
-        self._aside_seconds += self._clock() - begun

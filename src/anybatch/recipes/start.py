@@ -1,10 +1,9 @@
-"""Builds a job: its settings, and the order in which its functions are called."""
+"""Builds a job: completes its settings, and calls its functions in the right order."""
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import nn
@@ -28,14 +27,11 @@ LEARNED = ("effective_batch_size", "learning_rate", "base_batch_size", "learning
 
 
 def resolve_settings(job: Job, given: RunConfig, former: RunConfig | None, *, world_size: int) -> RunConfig:
-    """Return the settings of a run: the given ones, else its earlier ones, else the job's defaults.
-
-    Without an effective batch size, a new run uses micro-batch size x accumulation steps x ranks, if both are given.
-    """
+    """Return the settings of a run: the given ones, else those before the resume, else the job's defaults."""
     if former is not None and given.seed not in (None, former.seed):
         message = (
             f"seed={given.seed} differs from seed {former.seed} of the resumed run: another seed changes the order of "
-            "the samples, and would repeat some of this epoch. Leave it out, or start a new run."
+            "the samples, and would repeat some of this epoch. Omit the seed, or start a new run."
         )
         raise UserError(message, code="other_seed")
     if given.micro_batch_tokens is not None and job.lengths is None:
@@ -44,36 +40,24 @@ def resolve_settings(job: Job, given: RunConfig, former: RunConfig | None, *, wo
             "Add lengths and a collate function: ab.Job(lengths='input_ids', collate=anybatch.data.Padded(), ...)."
         )
         raise UserError(message, code="needs_lengths")
-    settings = given.over(complete(job) if former is None else former.over(STANDARD))
+    settings = given.with_defaults(complete(job) if former is None else former.with_defaults(STANDARD))
     micro_batch_size = settings.micro_batch_size if isinstance(settings.micro_batch_size, int) else None
-    asked = settings.effective_batch_size
-    assert asked is not None
-    # A resumed run keeps its effective batch unless it is given.
-    is_product = (
-        former is None
-        and given.effective_batch_size is None
-        and None not in (given.accumulation_steps, micro_batch_size)
-    )
-    # Checks every stage of a ramp before the first step.
-    resolved = [
+    effective_batch_size = settings.effective_batch_size
+    assert effective_batch_size is not None
+    # Check every size of a ramp (a growing batch size) before the first step.
+    for size in sizes_of(effective_batch_size):
         resolve_sizes(
             world_size=world_size,
             effective_batch_size=size,
             micro_batch_size=micro_batch_size,
             accumulation_steps=settings.accumulation_steps,
-        ).effective_batch_size
-        for size in ((None,) if is_product else sizes_of(asked))
-    ]
-    return dataclasses.replace(
-        settings,
-        effective_batch_size=resolved[0] if is_product else asked,
-        accumulation_steps=settings.accumulation_steps if micro_batch_size is None else None,
-    )
+        )
+    return settings if micro_batch_size is None else dataclasses.replace(settings, accumulation_steps=None)
 
 
 def complete(job: Job) -> RunConfig:
     """Return the job's defaults with a value for every setting that needs one."""
-    settings = job.defaults.over(STANDARD)
+    settings = job.defaults.with_defaults(STANDARD)
     if settings.epochs is None and settings.steps is None:
         settings = dataclasses.replace(settings, epochs=1)
     if settings.base_batch_size is None:
@@ -97,7 +81,7 @@ class JobRun:
     print(run.evaluate())
     ```
 
-    `batches` are the effective batches of the whole run; `held_out` belongs to the evaluation, or is None. `rates` and
+    `batches` are the effective batches of the whole run; `held_out` are those of the evaluation, or None. `rates` and
     `hyperparameters` are the scaled values of each parameter group, before a scheduler changes them.
     """
 
@@ -109,34 +93,11 @@ class JobRun:
     hyperparameters: tuple[Hyperparameters, ...]
 
     def evaluate(self) -> dict[str, float]:
-        """Return the job's metrics on its held-out data, with the averaged weights if any; {} without data."""
+        """Return the job's metrics on its held-out data, with averaged weights if there are any; {} without data."""
         if self.held_out is None or self.job.evaluate is None:
             return {}
         averaged = self.job.defaults.average_decay is not None
         return self.engine.evaluate(self.held_out, self.job.evaluate.metric, averaged=averaged)
-
-
-@dataclass(slots=True, eq=False)
-class ScaledOptimizer:
-    """Builds a job's optimizer and scales its learning rate to the effective batch size.
-
-    `rates` and `hyperparameters` are empty until the optimizer is built.
-    """
-
-    build: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
-    scale: Callable[[Optimizer], tuple[ScaledRate, ...]]
-    rates: tuple[ScaledRate, ...] = field(default=(), init=False)
-    hyperparameters: tuple[Hyperparameters, ...] = field(default=(), init=False)
-
-    def __call__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-        """Return a new optimizer over these parameters."""
-        made = self.build(named_parameters)
-        self.rates = self.scale(made)
-        # A scheduler overwrites these in its constructor; a resumed run with changed settings needs the originals.
-        self.hyperparameters = tuple(
-            {name: copy.deepcopy(group[name]) for name in _SCALED if name in group} for group in made.param_groups
-        )
-        return made
 
 
 def start(
@@ -151,11 +112,11 @@ def start(
 ) -> JobRun:
     """Build a job's model, optimizer, scheduler and batches with the given settings, else with `job.defaults`.
 
-    The learning rate is the one for the base batch size. The scheduler is built last, so that it starts from the scaled
-    rate; `schedule_steps` is its length; None: the number of batches. `hardware` are fields of `Hardware`, instead of
-    those in `config`.
+    The learning rate belongs to the base batch size, and is scaled to the effective batch size. The scheduler is built
+    last, so that it starts from the scaled rate; `schedule_steps` is its length (None: the number of batches).
+    `hardware` are fields of `Hardware` that override those in `config`.
     """
-    config = (config or RunConfig()).over(complete(job))
+    config = (config or RunConfig()).with_defaults(complete(job))
     size, rate = config.effective_batch_size, config.learning_rate
     assert size is not None
     assert rate is not None
@@ -163,18 +124,22 @@ def start(
     dataset = job.dataset()
     # A step is not larger than the data set; this also limits the batch size of the tuned rate.
     first = sizes_of(size)[0]
-    seen = _largest_step(dataset, first)
+    step_size = _largest_step(dataset, first)
     base = _largest_step(dataset, config.base_batch_size or first)
-    optimizer = ScaledOptimizer(
-        build=lambda named_parameters: job.optimizer(named_parameters, rate),
-        scale=partial(
-            scale_optimizer,
-            base_batch_size=base,
-            effective_batch_size=seen,
-            # An optimizer without a known rule can still be used at its tuned batch size.
-            rule=config.learning_rate_rule or ("none" if seen == base else None),
-        ),
-    )
+    rates: list[ScaledRate] = []
+    hyperparameters: list[Hyperparameters] = []
+    # An optimizer without a known rule can still be used at its tuned batch size.
+    rule = config.learning_rate_rule or ("none" if step_size == base else None)
+
+    def optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        built = job.optimizer(named_parameters, rate)
+        rates.extend(scale_optimizer(built, base_batch_size=base, effective_batch_size=step_size, rule=rule))
+        # A scheduler overwrites these values when it is created; a resume with changed settings needs the originals.
+        hyperparameters.extend(
+            {name: copy.deepcopy(group[name]) for name in _SCALED if name in group} for group in built.param_groups
+        )
+        return built
+
     data = job.train_batches(
         dataset,
         effective_batch_size=size,
@@ -185,31 +150,31 @@ def start(
     )
     spec = dataclasses.replace(
         job.train_spec(seed=config.seed, precision=config.precision),
-        # The engine does not know the ramp: each batch has its own size.
+        # With a ramp the engine gets no size, since batches have different sizes.
         effective_batch_size=None if isinstance(size, BatchRamp) else size,
         optimizer=optimizer,
         # A resumed run keeps its original schedule, regardless of the remaining steps.
         scheduler=scheduler_function(job, num_steps_of(data) if schedule_steps is None else schedule_steps),
         check_loss=check_loss,
     )
-    engine = Engine.from_spec(spec, Hardware(**_cut(config) | hardware), observer=observer)
+    engine = Engine.from_spec(spec, Hardware(**_hardware_fields(config) | hardware), observer=observer)
     if isinstance(size, BatchRamp):
-        words = f"steps of {size}; the learning rate is scaled to {seen:,} and stays constant over the ramp"
-        engine.decisions.add("samples", words)
-    elif seen < size:
-        words = f"steps of {seen:,} samples, the whole data set, instead of {size:,}; the learning rate too"
-        engine.decisions.add("samples", words)
+        text = f"steps of {size}; the learning rate is scaled to {step_size:,} and stays constant over the ramp"
+        engine.decisions["samples"] = text
+    elif step_size < size:
+        text = f"steps of {step_size:,} samples, the whole data set, instead of {size:,}; the learning rate too"
+        engine.decisions["samples"] = text
     return JobRun(
         job=job,
         engine=engine,
         batches=data,
         held_out=_held_out(job, max(sizes_of(size))),
-        rates=optimizer.rates,
-        hyperparameters=optimizer.hyperparameters,
+        rates=tuple(rates),
+        hyperparameters=tuple(hyperparameters),
     )
 
 
-def _cut(config: RunConfig) -> dict[str, Any]:
+def _hardware_fields(config: RunConfig) -> dict[str, Any]:
     """Return the fields of `Hardware` that the settings determine."""
     size: Any = config.micro_batch_size if isinstance(config.micro_batch_size, int) else "auto"
     if config.micro_batch_tokens is not None:
@@ -219,7 +184,7 @@ def _cut(config: RunConfig) -> dict[str, Any]:
 
 
 def _largest_step(dataset: object, effective_batch_size: int) -> int:
-    """Return the samples of the largest step, at most the data set, because batches do not cross epochs."""
+    """Return the samples of the largest step: at most the whole data set, because batches do not cross epochs."""
     try:
         return min(effective_batch_size, max(1, len(dataset)))  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):  # a stream without a length
@@ -234,7 +199,7 @@ def scheduler_function(job: Job, num_steps: int | None) -> SchedulerFunction | N
     if num_steps is None:
         message = (
             "the job's scheduler needs the number of steps, but the data set has no length. "
-            "Set the number of steps (--steps, or steps= in defaults=ab.RunConfig(...)), or leave the scheduler out."
+            "Set the number of steps (--steps, or steps= in defaults=ab.RunConfig(...)), or omit the scheduler."
         )
         raise DataError(message, code="needs_length")
     return lambda optimizer: make(optimizer, num_steps)
@@ -252,7 +217,7 @@ def _held_out(job: Job, effective_batch_size: int) -> Batches | None:
     if job.evaluate is None:
         return None
     size = job.evaluate.effective_batch_size or effective_batch_size
-    # A list has the lengths of the training data; a name or a function works for other data too.
+    # A list of lengths belongs to the training data; a name or a function works for other data too.
     lengths = job.lengths if isinstance(job.lengths, str) or callable(job.lengths) else None
     data = job.evaluate.dataset()
     return batches(data, effective_batch_size=size, shuffle=False, collate=job.collate, lengths=lengths)

@@ -6,14 +6,12 @@ By default it reads the source code of Python's standard library; downloads noth
 import itertools
 import math
 import os
-import re
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,61 +19,10 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Dataset
 
 import anybatch as ab
 from anybatch.core.schedules import Cosine, WarmUp, attach_schedule, join_schedules
-from anybatch.data import Packed, Padded, PaddedOrPacked
-from anybatch.data.collate import IGNORED, Collate
 from anybatch.errors import DataError, UserError
-
-Encode = Callable[[str], list[int]]
-Layout = Literal["padded", "packed", "auto"]
-"""Padded to the longest of a micro-batch, packed into one row, or the faster one under a token budget."""
-
-
-class Passages(Dataset[dict[str, Tensor]]):
-    """Passages of files, which end at blank lines; longer ones than `longest` tokens are split."""
-
-    def __init__(self, files: Sequence[Path], encode: Encode, longest: int) -> None:
-        texts = (path.read_text(encoding="utf-8", errors="replace") for path in files)
-        passages = itertools.chain.from_iterable(re.split(r"\n\s*\n", text) for text in texts)
-        encoded = (encode(passage.strip("\n")) for passage in passages)
-        parts = (row[start : start + longest] for row in encoded for start in range(0, len(row), longest))
-        # Tensors of the smallest type: a list would need eight times the memory.
-        self.tokens: list[Int[Tensor, " token"]] = [torch.tensor(part, dtype=torch.int32) for part in parts if part[1:]]
-        if not self.tokens:
-            message = f"{len(files)} files contain no passage of at least 2 tokens. Add more text."
-            raise DataError(message, code="too_little_text")
-
-    def __len__(self) -> int:
-        """Return the number of passages."""
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return the tokens of a passage, and the same as labels: two int64 tensors (token,)."""
-        tokens = self.tokens[index].long()
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def encode_bytes(text: str) -> list[int]:
-    """Return the bytes of a text, as UTF-8."""
-    return list(text.encode())
-
-
-def collate_of(layout: Layout, padded: Padded, *, boundaries: bool = False) -> Collate:
-    """Return the collate function of a layout; `boundaries` adds the starts of packed samples."""
-    packed = Packed(shift=padded.shift, longest=padded.longest, boundaries=boundaries)
-    layouts: dict[str, Collate] = {
-        "padded": padded,
-        "packed": packed,
-        "auto": PaddedOrPacked(padded=padded, packed=packed),
-    }
-    if layout not in layouts:
-        message = f"{layout=} must be one of {', '.join(map(repr, layouts))}."
-        raise DataError(message)
-    return layouts[layout]
-
 
 NUM_BYTE_VALUES = 256
 _LIBRARY_BYTES = 4_000_000
@@ -87,7 +34,6 @@ def text(
     *,
     pattern: str | None = None,
     context: int = 128,
-    layout: Layout | None = None,
     width: int = 128,
     num_layers: int = 4,
     num_heads: int = 4,
@@ -99,9 +45,6 @@ def text(
         folder: folder of text files, at any depth; None: the standard library without its tests.
         pattern: file name pattern; None: "*.py" in the standard library, "*" in a folder.
         context: maximum bytes that a prediction depends on.
-        layout: None reads windows of `context` bytes. Otherwise passages, which end at blank lines and differ in
-            length, in micro-batches that are "padded", "packed" into one row without padding, or "auto": the faster
-            one under a token budget.
         width: width of the embeddings.
         num_layers: number of transformer blocks.
         num_heads: attention heads per block; the width of a head must be even.
@@ -118,17 +61,13 @@ def text(
         raise UserError(message, code="odd_head_width")
     files = list_files(folder, pattern, max_bytes)
     num_held_out = max(1, len(files) // 40)
-    read = partial(Windows if layout is None else NextBytes, context=context)
-    padded = Padded(padding={"targets": IGNORED}, mask=None, shift=False)
     return ab.Job(
         model=partial(Transformer, width=width, num_layers=num_layers, num_heads=num_heads),
         optimizer=adamw,
-        # For windows, which have equal lengths, a mean over samples would be the same.
+        # Windows have equal lengths, so a mean over samples would be the same.
         loss=ab.mean_over_tokens(loss, labels="targets", shift=False),
-        dataset=lambda: read(files[num_held_out:]),
-        lengths=None if layout is None else "inputs",
-        collate=None if layout is None else collate_of(layout, padded, boundaries=True),
-        evaluate=ab.Evaluation(dataset=lambda: read(files[:num_held_out]), metric=bits_per_byte),
+        dataset=lambda: Windows(files[num_held_out:], context),
+        evaluate=ab.Evaluation(dataset=lambda: Windows(files[:num_held_out], context), metric=bits_per_byte),
         scheduler=warm_up_and_cosine,
         clip=1.0,
         defaults=ab.RunConfig(effective_batch_size=64, steps=200, learning_rate=3e-3),
@@ -198,7 +137,7 @@ def attend(
     """Return causal attention, within each packed sample if there are `lengths`."""
     if lengths is None:
         return F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
-    # Rotated together: per sample, these small operations cost as much as packing saves.
+    # All samples are rotated in one call, because small operations per sample would cost as much as packing saves.
     times = torch.cat([torch.arange(length, device=query.device) for length in lengths])
     parts = (part.split(list(lengths), dim=-2) for part in (rotate(query, times), rotate(key, times), value))
     mixed = [F.scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in zip(*parts, strict=True)]
@@ -226,22 +165,14 @@ def rotate(
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
     """Return the mean cross-entropy over all target bytes."""
-    return F.cross_entropy(_logits(model, batch), batch["targets"].flatten(), ignore_index=IGNORED)
+    return F.cross_entropy(model(batch["inputs"]).flatten(0, 1), batch["targets"].flatten())
 
 
 def bits_per_byte(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, ab.LossSum]:
     """Return the mean bits per byte under the model's predictions; 8 for uniform ones."""
     targets = batch["targets"].flatten()
-    nats = F.cross_entropy(_logits(model, batch), targets, reduction="sum", ignore_index=IGNORED)
-    return {"bits_per_byte": ab.LossSum(nats / math.log(2), (targets != IGNORED).sum())}
-
-
-def _logits(model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, "byte 256"]:
-    """Return the logits of all bytes of a micro-batch; packed samples do not see each other."""
-    ends = batch.get("cu_seqlens")
-    apart = {} if ends is None else {"lengths": ends.diff().tolist()}
-    logits: Float[Tensor, "batch time 256"] = model(batch["inputs"], **apart)
-    return logits.flatten(0, 1)
+    nats = F.cross_entropy(model(batch["inputs"]).flatten(0, 1), targets, reduction="sum")
+    return {"bits_per_byte": ab.LossSum(nats / math.log(2), targets.new_tensor(len(targets)))}
 
 
 def adamw(named_parameters: Iterable[tuple[str, nn.Parameter]], learning_rate: float) -> Optimizer:
@@ -263,24 +194,8 @@ def warm_up_and_cosine(optimizer: Optimizer, num_steps: int) -> LambdaLR:
     )
 
 
-class NextBytes(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Passages of files, byte by byte: every byte but the first is a target; longer ones than `context` are split."""
-
-    def __init__(self, files: Sequence[Path], context: int) -> None:
-        self.passages = Passages(files, encode_bytes, context + 1)
-
-    def __len__(self) -> int:
-        """Return the number of passages."""
-        return len(self.passages)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return the inputs and the targets, shifted by one byte, of a passage: two int64 tensors (time,)."""
-        tokens = self.passages.tokens[index].long()
-        return {"inputs": tokens[:-1], "targets": tokens[1:]}
-
-
 class Windows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """The bytes of concatenated files in windows of `context`: every byte but the first is a target once.
+    """The bytes of concatenated files in windows of `context` bytes: every byte but the first is a target once.
 
     A zero byte marks the end of each file; the incomplete last window is dropped.
     """
@@ -291,7 +206,7 @@ class Windows(torch.utils.data.Dataset[dict[str, Tensor]]):
         self.context = context
         if len(self) < 1:
             message = (
-                f"{len(files)} files hold {len(content)} bytes in total, but one window needs {context + 1}. "
+                f"{len(files)} files have {len(content)} bytes in total, but one window needs {context + 1}. "
                 "Add more text, or use a smaller context."
             )
             raise DataError(message, code="too_little_text")
@@ -303,7 +218,7 @@ class Windows(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return the inputs and the targets, shifted by one byte, of a window: two int64 tensors (context,)."""
         start = index * self.context
-        # Converted per window: as int64 the whole text would need eight times the memory.
+        # Converted per window, because the whole text as int64 would need eight times the memory.
         window = self.bytes[start : start + self.context + 1].long()
         return {"inputs": window[:-1], "targets": window[1:]}
 
@@ -319,7 +234,7 @@ def list_files(folder: str | Path | None, pattern: str | None, max_bytes: int | 
     left_out = _NOT_CODE if folder is None else frozenset()
     found = {}
     for path, folders, names in os.walk(root):
-        # In place: `os.walk` does not enter folders removed from its list.
+        # Changed in place, because `os.walk` does not enter folders that are removed from its list.
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
         for file in (Path(path, name) for name in names if fnmatch(name, pattern) and not name.startswith(".")):
             # Sorting by digest makes the split independent of the file system's order and of the folder's path.
@@ -329,7 +244,7 @@ def list_files(folder: str | Path | None, pattern: str | None, max_bytes: int | 
     files = [file for file, num_bytes in zip(files, before, strict=False) if num_bytes < limit]
     if len(files) <= 1:
         message = (
-            f"{str(root)!r} is {'a folder' if root.is_dir() else 'no folder'}, and holds {len(files)} files that match "
+            f"{str(root)!r} is {'a folder' if root.is_dir() else 'no folder'}, and has {len(files)} files that match "
             f"{pattern!r} within {max_bytes=}. At least 2 are needed: one for training, one for evaluation."
         )
         raise DataError(message, code="too_few_files")

@@ -1,4 +1,4 @@
-"""For tests of training code: real ranks, gradient comparison, faults on purpose. Public, for users too."""
+"""Public tools for tests of training code: real ranks, comparison of gradients, out-of-memory errors on purpose."""
 
 from anybatch.core.tensors import relative_error
 from anybatch.testing.gradients import assert_same_gradients

@@ -1,7 +1,7 @@
 """Run out of memory on purpose, on any machine: enforce a budget, or fail a chosen allocation.
 
 Both count the results of torch operations, like `anybatch.memory.ledger`, but not temporary memory inside kernels or
-allocations of other threads. They change nothing and cost nothing outside of their contexts.
+allocations of other threads. Outside of their `with` blocks they have no effect and no cost.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,30 +18,30 @@ from anybatch.memory.torch_internals import tree_leaves
 from anybatch.memory.trace import Phase
 
 Holder = nn.Module | Optimizer | torch.Tensor
-"""An existing owner of memory: parameters, buffers and gradients; an optimizer's state; a tensor."""
+"""An object with existing memory: a module's parameters, buffers and gradients; an optimizer's state; a tensor."""
 
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
 
 
-def _ledger(watcher: AllocationObserver) -> MemoryLedger:
-    """Return a ledger that also records arguments of operations: a tensor first seen as an argument existed before."""
+def _ledger(on_allocation: AllocationObserver) -> MemoryLedger:
+    """Return a ledger that also counts arguments of operations, which may have existed before the ledger."""
 
-    def book_arguments(
+    def record_arguments(
         func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object, phase: Phase
     ) -> None:
         del func, result, phase
-        # Under any category: here only the amount counts.
-        ledger.hold("inputs", _tensors_in((args, kwargs)))
+        # The category does not matter, only the amount.
+        ledger.categorize("inputs", _tensors_in((args, kwargs)))
 
-    ledger = MemoryLedger(watcher=watcher, on_operation=book_arguments)
+    ledger = MemoryLedger(on_allocation=on_allocation, on_operation=record_arguments)
     return ledger
 
 
 class MemoryBudget:
-    """A limit on the memory of tensors, and the memory in use; made by `memory_budget`.
+    """A limit on the memory of tensors, and the memory in use; created by `memory_budget`.
 
     Attributes:
-        num_bytes: the budget. Change it during a run to simulate other programs on the device; existing tensors stay.
+        num_bytes: the budget. Change it during a run to simulate other programs on the device; this frees no tensors.
         peak_bytes: peak of allocated memory, without refused allocations.
         num_refused: number of refused allocations.
         ledger: records the memory of tensors.
@@ -61,21 +61,21 @@ class MemoryBudget:
     def hold(self, *holders: Holder) -> None:
         """Register existing memory; a storage counts once, regardless of its views."""
         for holder in holders:
-            self.ledger.hold("weights", _tensors_of(holder))
+            self.ledger.categorize("weights", _tensors_of(holder))
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def _watch(self, held_bytes: int, num_bytes: int, operation: str) -> None:
         del operation
-        # The allocation has been made by now: raising makes its tensor unreachable, and so frees it.
+        # The tensor is already allocated; raising makes it unreachable, which frees it.
         if held_bytes <= self.num_bytes:
             self.peak_bytes = max(self.peak_bytes, held_bytes)
             return
         self.num_refused += 1
         before = held_bytes - num_bytes
         message = (
-            f"Tried to allocate {_in_words(num_bytes)}. The memory budget has a total capacity of "
-            f"{_in_words(self.num_bytes)} of which {_in_words(max(0, self.num_bytes - before))} is free. "
-            f"{_in_words(before)} is held by tensors."
+            f"Tried to allocate {_format_bytes(num_bytes)}. The memory budget has a total capacity of "
+            f"{_format_bytes(self.num_bytes)} of which {_format_bytes(max(0, self.num_bytes - before))} is free. "
+            f"{_format_bytes(before)} is held by tensors."
         )
         raise torch.OutOfMemoryError(message)
 
@@ -91,16 +91,16 @@ def memory_budget(num_bytes: int, *holders: Holder) -> Iterator[MemoryBudget]:
         engine.step(batch)
     ```
 
-    Like on a device, the operation raises in forward, backward or update, with sizes in the message. Counts operations
-    of this thread, of autograd for this thread, and of the engine's threads.
+    As on a device, the operation raises in forward, backward or update, and the message has the sizes. Operations of
+    this thread, of autograd for this thread, and of the engine's threads are counted.
 
     Args:
         num_bytes: the budget.
-        holders: existing modules, optimizers and tensors. Other existing memory counts from its first use as an
-            argument, which never raises.
+        holders: existing modules, optimizers and tensors. Other existing tensors count from their first use as an
+            argument of an operation, which never raises.
 
     Yields:
-        The budget, which can be changed.
+        The budget; its `num_bytes` can be changed.
     """
     budget = MemoryBudget(num_bytes)
     budget.hold(*holders)
@@ -113,10 +113,10 @@ def memory_budget(num_bytes: int, *holders: Holder) -> Iterator[MemoryBudget]:
 
 
 class AllocationFault:
-    """An allocation that fails on purpose; made by `out_of_memory_at`.
+    """An allocation that fails on purpose; created by `out_of_memory_at`.
 
     Attributes:
-        num_allocations: allocations in the context so far, of the phase if one is given, including failed ones.
+        num_allocations: number of allocations so far, including failed ones; only of the given phase, if there is one.
         failed: (operation, phase) of each allocation that failed.
         ledger: records the memory of tensors and the current phase.
     """
@@ -140,11 +140,11 @@ class AllocationFault:
         if self._since_last < self._number or len(self.failed) == self._times:
             return
         self._since_last = 0
-        # Counting starts again here, so that `times=2` fails once more in the retry.
+        # Counting starts again at 0, so that `times=2` also fails in the retry.
         self.failed.append((operation, phase))
-        self.ledger.phase = None  # the failed update does not reset it
+        self.ledger.phase = None  # a failed update would not reset the phase
         message = (
-            f"Tried to allocate {_in_words(num_bytes)}. AllocationFault on purpose at allocation {self._number} of "
+            f"Tried to allocate {_format_bytes(num_bytes)}. AllocationFault on purpose at allocation {self._number} of "
             f"{self._phase or 'any phase'}, in {operation}."
         )
         raise torch.OutOfMemoryError(message)
@@ -160,15 +160,15 @@ class AllocationFault:
 
 @contextmanager
 def out_of_memory_at(number: int, *, phase: Phase | None = None, times: int = 1) -> Iterator[AllocationFault]:
-    """Let one allocation of torch raise `torch.OutOfMemoryError`: the `number`-th in the context, from 1 on.
+    """Make one allocation of torch raise `torch.OutOfMemoryError`: the `number`-th in the `with` block, from 1.
 
-    The same program fails at the same place every time. With `number=0` none fails, and allocations are only counted.
+    The same program fails at the same operation every time. With `number=0` no allocation fails; they are only counted.
 
     Args:
         number: number of the allocation that fails.
-        phase: count only allocations in "forward" (all the rest), "backward" (run by autograd) or
-            "update" (in an optimizer's step); None counts all.
-        times: number of faults: counting starts again after each, so that `times=2` also fails in the retry.
+        phase: count only allocations in "backward" (by autograd), "update" (in an optimizer's step) or "forward" (all
+            others); None: count all.
+        times: number of failures; counting starts again after each, so that `times=2` also fails in the retry.
 
     Yields:
         The failed allocations and the number of allocations.
@@ -176,7 +176,7 @@ def out_of_memory_at(number: int, *, phase: Phase | None = None, times: int = 1)
     fault = AllocationFault(number, phase, times if number else 0)
     ledger = fault.ledger
     with ExitStack() as stack:
-        # Registered first, so that it runs last, after the ledger has been left.
+        # Registered first, so that it runs last, after the ledger has exited.
         stack.callback(ledger.forget)
         for handle in (
             register_optimizer_step_pre_hook(fault.begin_update),
@@ -204,7 +204,7 @@ def _tensors_in(nested: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, torch.Tensor)]
 
 
-def _in_words(num_bytes: int) -> str:
+def _format_bytes(num_bytes: int) -> str:
     """Format a size like torch's allocator."""
     for unit, name in ((_GIB, "GiB"), (_MIB, "MiB"), (_KIB, "KiB")):
         if num_bytes >= unit:

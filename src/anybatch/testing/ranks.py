@@ -21,7 +21,7 @@ from anybatch.parallel.launchers import listen_at_loopback, rank_context
 
 RankContext = ForkContext | ForkServerContext | SpawnContext
 PRELOADED = (__name__, "anybatch.engine.engine")
-"""Modules that are imported once, by the process that ranks are forked from."""
+"""Modules that the fork server imports once for all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +42,19 @@ class PoolError(WorldError, AssertionError):
 
 
 class RankPool:
-    """`world_size` joined processes, which run one function after the other.
+    """`world_size` processes in one process group, which run one function after the other.
 
-    Functions must be importable (defined at the top of a module). On Linux ranks are forked from one process that has
-    imported torch. So only the first pool waits seconds for the import, and all pools have the environment variables of
-    that time. Elsewhere each rank imports torch. A function that breaks the connection between ranks ruins the pool:
-    use `run_ranks` for it.
+    Functions must be importable (defined at the top of a module). On Linux, ranks are forked from a server process that
+    imports torch once. So only the first pool waits for this import, and all pools have the environment variables of
+    that moment. On other systems each rank imports torch. If a function may break the connection between ranks, use
+    `run_ranks` instead, because the pool cannot be used afterwards.
 
     Args:
         world_size: number of ranks.
-        timeout_seconds: how long a rank waits for another, and the caller for all.
-        backend: backend of torch's process group: "cpu:gloo,cuda:nccl" for ranks with a GPU each.
-        start_processes: ranks may start processes, such as loading workers.
-        context: the context that starts ranks; None forks a server that has imported the engine, on Linux.
+        timeout_seconds: maximum time that a rank waits for another rank, and the caller for all ranks.
+        backend: backend of torch's process group, such as "cpu:gloo,cuda:nccl" for ranks with a GPU each.
+        start_processes: whether ranks may start processes, such as loading workers.
+        context: the multiprocessing context that starts ranks; None: a fork server with the engine imported, on Linux.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RankPool:
         self._processes: list[BaseProcess] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            # A fork inherits our ends too; a rank that kept one open would not notice that we have closed it.
+            # A fork also inherits our ends of the pipes; if it kept them open, no rank would notice that we close them.
             inherited = (*self._pipes, ours) if context.get_start_method() == "fork" else ()
             process = context.Process(
                 target=_serve,
@@ -83,7 +83,7 @@ class RankPool:
                 daemon=not start_processes,
             )
             process.start()
-            # Only the rank keeps its end: otherwise the pipe would stay open after a rank has died.
+            # If we kept the rank's end, the pipe would stay open after the rank has died.
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -100,7 +100,7 @@ class RankPool:
             for rank, pipe in enumerate(self._pipes):
                 if pipe in ready:
                     found[rank] = self._receive(rank)
-        # A rank that hangs would hang the test session, so it becomes an outcome instead.
+        # Not an endless wait: a rank that hangs must not hang the test session.
         late = RankOutcome(error=f"no answer after {self._timeout_seconds} seconds")
         return [found.get(rank, late) for rank in range(len(self._pipes))]
 
@@ -108,7 +108,7 @@ class RankPool:
         """Run `function(*args)` on every rank and return its values, in rank order.
 
         Raises:
-            PoolError: a rank did not return; carries every rank's error.
+            PoolError: a rank did not return; the message has every rank's error.
         """
         outcomes = self.outcomes(function, *args)
         failed = [f"rank {rank}:\n{outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error]
@@ -140,7 +140,7 @@ class RankPool:
         try:
             outcome: RankOutcome = self._pipes[rank].recv()
         except (EOFError, ConnectionError):
-            # The exit code is known only after the process has been waited for.
+            # The exit code is known only after `join`.
             self._processes[rank].join(self._timeout_seconds)
             return RankOutcome(error=f"the process ended with exit code {self._processes[rank].exitcode}")
         return outcome
@@ -152,19 +152,19 @@ def run_ranks(
     *args: Any,  # noqa: ANN401 (the function's)
     timeout_seconds: float = 120.0,
 ) -> list[RankOutcome]:
-    """Run `function(*args)` once on fresh ranks and return how each ended, in rank order.
+    """Run `function(*args)` once on new ranks and return how each ended, in rank order.
 
     Args:
         world_size: number of ranks.
-        function: at the top of a module, so that ranks can import it.
+        function: a function at the top of a module, so that ranks can import it.
         *args: arguments of the function; they are pickled.
-        timeout_seconds: how long a rank waits for another, and the caller for all.
+        timeout_seconds: maximum time that a rank waits for another rank, and the caller for all ranks.
     """
     with RankPool(world_size, timeout_seconds=timeout_seconds) as pool:
         return pool.outcomes(function, *args)
 
 
-def _serve(  # noqa: PLR0917 (all that a process is handed)
+def _serve(  # noqa: PLR0917 (the arguments of a process)
     pipe: Connection,
     inherited: Sequence[Connection],
     rank: int,
@@ -177,7 +177,7 @@ def _serve(  # noqa: PLR0917 (all that a process is handed)
         end.close()
     # Objects imported before the fork live as long as the rank, so garbage collections need not visit them.
     gc.freeze()
-    # Ranks share the cores of one machine: with a pool of threads each they would wait for each other.
+    # Ranks share the cores of one machine, so several threads per rank would compete for them.
     torch.set_num_threads(1)
     listen_at_loopback()
     if "nccl" in backend:  # NCCL uses the current device of the process

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from anybatch.diagnostics.loop_check.judge import judge
-from anybatch.diagnostics.loop_check.judged_loop import JudgedLoop, prepare_process, read_parameters
+from anybatch.diagnostics.loop_check.judged_loop import JudgedLoop, prepare_process, read_loop
 from anybatch.diagnostics.loop_check.probe import TARGET_KINDS, LoopStopped, LoopTrace, TargetKind, time_limit
 from anybatch.diagnostics.loop_check.report import LoopReport, LoopVerdict
 from anybatch.diagnostics.loop_check.sandbox import run_in_sandbox
@@ -45,17 +45,17 @@ def check_loop(
 
     Args:
         function: the loop.
-        data: the kind of data; "classes", "values" or "tokens". None tries all that it can run on.
-        ranks: number of ranks; None is 2 if it uses torch.distributed.
+        data: the kind of data, "classes", "values" or "tokens"; None: every kind that the loop can run on.
+        ranks: number of ranks; None: 2 if the loop uses torch.distributed, else 1.
         time_limit_seconds: a run of the loop that takes longer is stopped.
 
     Raises:
         LoopError: a parameter is unknown, or the loop itself raised; the message has its traceback.
     """
-    return check_named_loop(partial(_same, function), data=data, ranks=ranks, time_limit_seconds=time_limit_seconds)
+    return check_named_loop(partial(_identity, function), data=data, ranks=ranks, time_limit_seconds=time_limit_seconds)
 
 
-def _same(function: Loop) -> Loop:
+def _identity(function: Loop) -> Loop:
     return function
 
 
@@ -69,14 +69,13 @@ def check_named_loop(
     """Judge the loop that `find` returns, as `check_loop` does; `find` imports it in the subprocess."""
     work = partial(_judge, find, data, ranks, time_limit_seconds)
     timeout_seconds = IMPORT_SECONDS + MAX_RUNS * time_limit_seconds
-    report, written, not_copied = run_in_sandbox(work, timeout_seconds=timeout_seconds)
-    return dataclasses.replace(report, written=written, not_copied=not_copied)
+    return run_in_sandbox(work, timeout_seconds=timeout_seconds)
 
 
 def _judge(
     find: Callable[[], Loop], data: TargetKind | None, ranks: Literal[1, 2] | None, seconds: float
 ) -> LoopReport:
-    """Return the report on a loop, within the sandbox."""
+    """Return the report on a loop; runs in the sandbox."""
     try:
         with time_limit(IMPORT_SECONDS):
             function = find()
@@ -86,24 +85,24 @@ def _judge(
             'imported, put that under if __name__ == "__main__".'
         )
         raise LoopError(message) from None
-    parameters = read_parameters(function)
-    num_ranks = NUM_RANKS if (parameters.uses_ranks if ranks is None else ranks > 1) else 1
+    base_loop = read_loop(function, seconds)
+    num_ranks = NUM_RANKS if (base_loop.uses_ranks if ranks is None else ranks > 1) else 1
     ran: dict[TargetKind, tuple[JudgedLoop, Sequence[LoopTrace]]] = {}
     reports: dict[TargetKind, LoopReport] = {}
     failures: dict[TargetKind, LoopError] = {}
     if num_ranks == 1:
-        prepare_process(in_group=parameters.uses_ranks)
-    # Several ranks first, for all kinds: they are forked, which is not safe everywhere after a backward.
+        prepare_process(in_group=base_loop.uses_ranks)
+    # Runs on several ranks come first, because forking processes after a backward is not safe everywhere.
     for kind, dtype in itertools.product(TARGET_KINDS if data is None else (data,), (torch.float64, torch.float32)):
-        # Losses for classes also take values; float32 is for loops with float32 numbers, such as class weights.
+        # A loss for classes also accepts values; float32 is for loops with float32 tensors, such as class weights.
         if kind not in ran and (kind != "values" or not ran):
-            loop = JudgedLoop(function, parameters, kind, dtype, seconds)
+            loop = dataclasses.replace(base_loop, kind=kind, dtype=dtype)
             try:
                 ran[kind] = loop, _traces_of(loop, num_ranks)
             except LoopError as error:
                 failures.setdefault(kind, error)
     if num_ranks > 1:
-        prepare_process(in_group=parameters.uses_ranks)
+        prepare_process(in_group=base_loop.uses_ranks)
     for kind, (loop, traces) in ran.items():
         try:
             reports[kind] = judge(loop, traces)
@@ -111,10 +110,11 @@ def _judge(
             failures[kind] = error
     if not reports:
         first = next(iter(failures))
-        roles = ", ".join(f"{name}: {role.replace('_', ' ')}" for name, role in parameters.roles.items())
-        message = f"{loop.name} failed on {' and '.join(failures)}. Its arguments were {roles}.\n\n{failures[first]}"
+        roles = ", ".join(f"{name}: {role.replace('_', ' ')}" for name, role in base_loop.roles.items())
+        kinds = " and ".join(failures)
+        message = f"{base_loop.name} failed on {kinds}. Its arguments were {roles}.\n\n{failures[first]}"
         raise LoopError(message, cause=failures[first].cause)
-    return _joined(reports)
+    return _merge_reports(reports)
 
 
 def _traces_of(loop: JudgedLoop, num_ranks: int) -> Sequence[LoopTrace]:
@@ -122,7 +122,7 @@ def _traces_of(loop: JudgedLoop, num_ranks: int) -> Sequence[LoopTrace]:
         return (loop.run(),)
     forks = multiprocessing.get_context("fork") if sys.platform == "linux" else rank_context(*PRELOADED)
     with RankPool(num_ranks, timeout_seconds=2 * loop.time_limit_seconds, context=forks) as pool:
-        return tuple(map(_opened, pool.outcomes(run_on_rank, loop)))
+        return tuple(map(_trace_from, pool.outcomes(run_on_rank, loop)))
 
 
 def run_on_rank(loop: JudgedLoop) -> bytes:
@@ -131,11 +131,11 @@ def run_on_rank(loop: JudgedLoop) -> bytes:
     set_launch_variables(rank, num_ranks)
     prepare_process(in_group=True)
     share = math.ceil(len(ids) / num_ranks)
-    trace = loop.run(ids[rank * share : (rank + 1) * share] if "loader" in loop.parameters.needed else ids)
+    trace = loop.run(ids[rank * share : (rank + 1) * share] if "loader" in loop.needed else ids)
     return pickle.dumps(trace)  # as bytes: shared memory would end with this process
 
 
-def _opened(outcome: RankOutcome) -> LoopTrace:
+def _trace_from(outcome: RankOutcome) -> LoopTrace:
     if outcome.error is not None:  # the rank's traceback ends with the traceback of the loop
         message = outcome.error.rpartition(f"{LoopError.__name__}: ")[2].rstrip()
         raise LoopError(message, cause=message.rpartition("\n")[2].partition(":")[0])
@@ -143,8 +143,8 @@ def _opened(outcome: RankOutcome) -> LoopTrace:
     return trace
 
 
-def _joined(reports: Mapping[TargetKind, LoopReport]) -> LoopReport:
-    """Return the report on the first kind of data with the worst verdict, with the findings on all kinds."""
+def _merge_reports(reports: Mapping[TargetKind, LoopReport]) -> LoopReport:
+    """Return the report with the worst verdict, with the findings on all kinds of data."""
     worst = max(reports, key=lambda kind: list(LoopVerdict).index(reports[kind].verdict))
     report = reports[worst]
     findings = {finding.code: finding for each in (*reports.values(), report) for finding in each.findings}

@@ -1,4 +1,4 @@
-"""Runs a loop on the probe model, as a user would call it. Only for processes that do nothing else."""
+"""Runs a loop on the probe model, as a user would call it. Only in subprocesses, because it changes torch globally."""
 
 import inspect
 import re
@@ -33,7 +33,7 @@ from anybatch.parallel.torch_internals import HashStore
 
 MICRO_BATCH_SIZE, ACCUMULATION_STEPS, NUM_EPOCHS, NUM_SAMPLES = 4, 3, 2, 31
 """On one rank and on two, the last micro-batch is smaller than the others, and the last window shorter."""
-QUIET_GAIN, LOUD_GAIN = 2.0**-20, 2.0**20
+SMALL_GAIN, LARGE_GAIN = 2.0**-20, 2.0**20
 """Gradients that are never clipped, and gradients that always are."""
 ROLES: Mapping[str, str] = MappingProxyType(
     {
@@ -57,8 +57,8 @@ ROLES: Mapping[str, str] = MappingProxyType(
         "world_size": r"world_size",
     }
 )
-"""Role -> names of the parameters that have it, as a regular expression. A required parameter of another name is
-refused; an optional one keeps its default."""
+"""Role -> regular expression for the names of its parameters. A required parameter of another name is refused; an
+optional one keeps its default."""
 _SETTINGS = frozenset({"accumulation_steps", "epochs", "max_steps", "micro_batch_size", "max_norm", "device", "scaler"})
 """Roles that the attributes of a settings object may have."""
 _GUESSES: tuple[tuple[str, Any], ...] = (
@@ -68,46 +68,35 @@ _GUESSES: tuple[tuple[str, Any], ...] = (
     ("lr|learning_rate", 0.1),
     ("world_size|num_", 1),
 )
-"""Words in the names of unknown settings, and values that turn logging, evaluation and saving off. Others are 0."""
-_SECTIONS = frozenset({"train", "training", "optim", "solver", "data", "model", "trainer", "optimization"})
-_RANK_WORDS = frozenset(
+"""Parts of names of unknown settings, and values that disable logging, evaluation and saving. Other settings are 0."""
+_RANK_NAMES = frozenset(
     {"DistributedDataParallel", "no_sync", "DistributedSampler", "all_reduce", "get_rank", "get_world_size"}
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LoopParameters:
-    """The arguments that a loop needs."""
-
-    roles: Mapping[str, str]  # parameter name -> role, for all parameters that are recognised
-    needed: frozenset[str]  # all roles, as parameters or as attributes of a settings object
-    is_stream: bool  # asks for one batch at a time, so that none is the last
-    uses_ranks: bool  # uses torch.distributed
-    expects_wrapper: bool  # expects a model that DistributedDataParallel wraps already
-    uses_scaler: bool  # uses a GradScaler
-
-
-def read_parameters(function: Callable[..., Any]) -> LoopParameters:
-    """Read the arguments that a loop needs from its signature and from the names it uses."""
+def read_loop(function: Callable[..., Any], time_limit_seconds: float) -> "JudgedLoop":
+    """Find the arguments that a loop needs in its signature and in the names that its code uses."""
     roles = _roles_in_signature(function)
-    words = _names_used(function)
-    streams = {word for word in words if role_of(word) == "get_batch"}
-    if "loader" not in roles.values() and streams - roles.keys():  # a data set that hands out batches is a loader
+    names = _names_used(function)
+    streams = {name for name in names if role_of(name) == "get_batch"}
+    if "loader" not in roles.values() and streams - roles.keys():  # a data set that returns batches is a loader
         roles = {name: "loader" if role == "dataset" else role for name, role in roles.items()}
-    asked = {role_of(word) for word in words} & _SETTINGS if "settings" in roles.values() else set()
-    return LoopParameters(
+    settings = {role_of(name) for name in names} & _SETTINGS if "settings" in roles.values() else set()
+    return JudgedLoop(
+        function=function,
+        time_limit_seconds=time_limit_seconds,
         roles=roles,
-        needed=frozenset(roles.values()) | asked,
+        needed=frozenset(roles.values()) | settings,
         is_stream=bool(streams),
-        uses_ranks=bool(words & _RANK_WORDS),
+        uses_ranks=bool(names & _RANK_NAMES),
         # Only a wrapped model has no_sync.
-        expects_wrapper="no_sync" in words and "DistributedDataParallel" not in words,
-        uses_scaler=any("scaler" in word.lower() for word in words),
+        expects_wrapper="no_sync" in names and "DistributedDataParallel" not in names,
+        uses_scaler=any("scaler" in name.lower() for name in names),
     )
 
 
 def role_of(name: str) -> str:
-    """Return the role of a parameter or setting, or ""."""
+    """Return the role of a parameter or setting with this name; "" if unknown."""
     return next((role for role, names in ROLES.items() if re.fullmatch(names, name.lower())), "")
 
 
@@ -143,24 +132,26 @@ def _roles_in_signature(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def _names_used(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the names in a function, in functions of its module that it calls, and the real names of aliases."""
-    words = set(inspect.signature(function).parameters)
+    """Return the names used by a function, and by functions and classes of its module; also real names of aliases."""
+    names = set(inspect.signature(function).parameters)
     inner = inspect.unwrap(function)
     scope: Mapping[str, Any] = getattr(inner, "__globals__", {})
-    waiting, seen = [getattr(inner, "__code__", None)], set[CodeType]()
-    while waiting:
-        code = waiting.pop()
+    pending, seen = [getattr(inner, "__code__", None)], set[CodeType]()
+    while pending:
+        code = pending.pop()
         if code is None or code in seen:
             continue
         seen.add(code)
-        words.update(code.co_names)
-        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]  # nested functions
+        names.update(code.co_names)
+        pending += [constant for constant in code.co_consts if isinstance(constant, CodeType)]  # nested functions
         for value in (scope[name] for name in code.co_names if name in scope):
             if inspect.isclass(value) or inspect.isfunction(value):
-                words.add(value.__name__)
+                names.add(value.__name__)
             if inspect.isfunction(value) and value.__globals__ is scope:
-                waiting.append(value.__code__)
-    return frozenset(words)
+                pending.append(value.__code__)
+            if inspect.isclass(value) and value.__module__ == inner.__module__:
+                pending += [method.__code__ for method in vars(value).values() if inspect.isfunction(method)]
+    return frozenset(names)
 
 
 class GuessedSettings:
@@ -174,9 +165,7 @@ class GuessedSettings:
             raise AttributeError(name)
         if name in self:
             return self._values[role_of(name)]
-        if name.lower() in _SECTIONS:
-            return self
-        guess = next((value for words, value in _GUESSES if re.search(words, name.lower())), 0)
+        guess = next((value for pattern, value in _GUESSES if re.search(pattern, name.lower())), 0)
         return self._guesses.setdefault(name, guess)
 
     __getitem__ = __getattr__
@@ -189,47 +178,52 @@ class GuessedSettings:
         return getattr(self, name) if name in self else default
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedLoop:
-    """A loop, and the data that it runs on."""
+    """A loop, the arguments that it needs, and the data that it runs on."""
 
     function: Callable[..., Any]
-    parameters: LoopParameters
-    kind: TargetKind
-    dtype: torch.dtype
     time_limit_seconds: float
+    roles: Mapping[str, str]  # parameter name -> role, for all parameters that are recognised
+    needed: frozenset[str]  # all roles, as parameters or as attributes of a settings object
+    is_stream: bool  # the loop requests single batches, so that no batch is the last one
+    uses_ranks: bool  # uses torch.distributed
+    expects_wrapper: bool  # expects a model that is already wrapped in DistributedDataParallel
+    uses_scaler: bool  # uses a GradScaler
+    kind: TargetKind = "classes"
+    dtype: torch.dtype = torch.float64
 
     @property
     def name(self) -> str:
-        """The name of its function."""
+        """The name of the function."""
         return getattr(self.function, "__name__", "the loop")
 
     @property
-    def place(self) -> tuple[str | None, int | None]:
-        """The path of its file, and its first line; a callable object has none."""
+    def location(self) -> tuple[str | None, int | None]:
+        """The path of the function's file, and its first line; None for a callable object."""
         code = getattr(inspect.unwrap(self.function), "__code__", None)
         return (None, None) if code is None else (code.co_filename, code.co_firstlineno)
 
     @property
     def data(self) -> ProbeData:
-        """All samples."""
-        return make_data(self.kind, is_padded=not self.parameters.is_stream, dtype=self.dtype)
+        """The data of all samples."""
+        return make_data(self.kind, is_padded=not self.is_stream, dtype=self.dtype)
 
     @property
     def ids(self) -> range:
-        """The samples of an epoch: a loop that asks for one batch at a time has full windows only."""
+        """The ids of an epoch's samples; a loop that requests single batches has full windows only."""
         window = MICRO_BATCH_SIZE * ACCUMULATION_STEPS
-        return range(NUM_SAMPLES // window * window if self.parameters.is_stream else NUM_SAMPLES)
+        return range(NUM_SAMPLES // window * window if self.is_stream else NUM_SAMPLES)
 
     @property
-    def knows_steps(self) -> bool:
-        """Whether it has a parameter for accumulation steps."""
-        return "accumulation_steps" in self.parameters.needed
+    def has_accumulation_steps(self) -> bool:
+        """Whether the loop has a parameter for accumulation steps."""
+        return "accumulation_steps" in self.needed
 
     @property
     def takes_loader(self) -> bool:
-        """Whether it gets micro-batches, and does not make them from a data set."""
-        return bool({"loader", "get_batch"} & self.parameters.needed)
+        """Whether the loop receives micro-batches instead of a data set."""
+        return bool({"loader", "get_batch"} & self.needed)
 
     def run(
         self,
@@ -238,16 +232,16 @@ class JudgedLoop:
         size: int = MICRO_BATCH_SIZE,
         steps: int = ACCUMULATION_STEPS,
         epochs: int = NUM_EPOCHS,
-        gain: float = QUIET_GAIN,
+        gain: float = SMALL_GAIN,
         loss_scale: float = 1.0,
         seed: int = 0,
     ) -> LoopTrace:
-        """Run it with micro-batches of a size on some samples (None: all), and return its trace.
+        """Run the loop on the samples `ids` (None: all) in micro-batches of `size`, and return the trace.
 
-        A function without a number of epochs is called once for each.
+        A function without a parameter for epochs is called once per epoch.
         """
-        needed, recorder = self.parameters.needed, Recorder(self.place[0], gain, epochs)
-        torch.set_grad_enabled(True)  # an earlier run may have changed these
+        needed, recorder = self.needed, Recorder(self.location[0], gain, epochs)
+        torch.set_grad_enabled(True)  # an earlier run may have changed these settings
         torch.set_default_dtype(torch.float32)
         seed_generators(seed)
         model = RowModel(self.data, gain, recorder)
@@ -257,7 +251,7 @@ class JudgedLoop:
             values["settings"] = GuessedSettings(values, recorder.trace.guesses)
             recorder.watch(model.table, [values["optimizer"]] if "optimizer" in needed else [])
             for epoch in range(1 if {"epochs", "max_steps"} & needed else epochs):
-                recorder.trace.returned_loss = _loss_in(self._call({**values, "epoch": epoch}))
+                self._call({**values, "epoch": epoch})
                 recorder.trace.call_ends.append(len(recorder.trace.forwards))
         return recorder.trace
 
@@ -266,14 +260,14 @@ class JudgedLoop:
         # Any learning rate will do: the outputs of the model do not depend on its parameters.
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return {
-            "model": DistributedDataParallel(model) if self.parameters.expects_wrapper else model,
+            "model": DistributedDataParallel(model) if self.expects_wrapper else model,
             "loader": loader,
             "get_batch": loader.next_batch,
             "dataset": loader.dataset,
             "optimizer": optimizer,
             "accumulation_steps": steps,
             "criterion": nn.MSELoss() if self.kind == "values" else nn.CrossEntropyLoss(),
-            # Falls with every step, so that a schedule that runs too fast is seen.
+            # The rate falls in every step, so that a schedule that runs too fast is detected.
             "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step)),
             "scaler": torch.amp.GradScaler("cpu"),
             "device": torch.device("cpu"),
@@ -285,34 +279,24 @@ class JudgedLoop:
             "world_size": dist.get_world_size() if dist.is_initialized() else 1,
         }
 
-    def _call(self, values: Mapping[str, Any]) -> Any:  # noqa: ANN401 (the user's)
+    def _call(self, values: Mapping[str, Any]) -> None:
         """Call the loop with the value of each role."""
         bound = inspect.signature(self.function).bind_partial()
-        bound.arguments.update({name: values[role] for name, role in self.parameters.roles.items()})
+        bound.arguments.update({name: values[role] for name, role in self.roles.items()})
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return self.function(*bound.args, **bound.kwargs)
+                self.function(*bound.args, **bound.kwargs)
         except (Exception, SystemExit) as error:  # noqa: BLE001 (any error of the user's)
             if isinstance(error, SystemExit) and error.code in {None, 0}:
-                return None
+                return
             trace = error.__traceback__  # without this frame, it begins in the user's loop
             lines = traceback.format_exception(type(error), error, None if trace is None else trace.tb_next)
             raise LoopError("".join(lines).rstrip(), cause=type(error).__name__) from None
 
 
-def _loss_in(value: Any) -> float | None:  # noqa: ANN401 (the loop's result)
-    """Return the loss that a loop returned: a number, the only one in a sequence, or the only one in a dict by name."""
-    if isinstance(value, dict):
-        value = [entry for name, entry in value.items() if "loss" in str(name).lower()]
-    if isinstance(value, list | tuple) and len(value) == 1:
-        return _loss_in(value[0])
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number or (isinstance(value, Tensor) and value.numel() == 1) else None
-
-
 class _CudaIsCpu(TorchFunctionMode):
-    """Keeps tensors and modules on the CPU that the loop moves to an accelerator."""
+    """Keeps tensors and modules on the CPU when the loop moves them to an accelerator."""
 
     def __torch_function__(
         self,
@@ -333,7 +317,7 @@ def _on_cpu(value: Any) -> Any:  # noqa: ANN401 (any argument)
 
 
 def _scaled_by(loss_scale: float) -> Any:  # noqa: ANN401 (a patch of unittest.mock)
-    """Give this scale to all gradient scalers that the loop makes."""
+    """Return a patch that gives this scale to all gradient scalers that the loop makes."""
     make = torch.amp.GradScaler.__init__
 
     def make_on_cpu(scaler: Any, device: str = "cpu", init_scale: float = 0.0, **kwargs: Any) -> None:  # noqa: ANN401, ARG001
@@ -343,12 +327,12 @@ def _scaled_by(loss_scale: float) -> Any:  # noqa: ANN401 (a patch of unittest.m
 
 
 def prepare_process(*, in_group: bool) -> None:
-    """Replace functions of torch that need a driver or a launcher; join a process group, so that the loop need not."""
+    """Replace functions of torch that need a driver or a launcher; with `in_group`, join a process group."""
 
     def nothing(*_args: object, **_kwargs: object) -> int:
         return 0
 
-    torch.optim.SGD([torch.zeros(1)], lr=0.0)  # imports torch's compiler, which refuses the functions below
+    torch.optim.SGD([torch.zeros(1)], lr=0.0)  # imports torch's compiler, which fails after the replacements below
     for name in ("synchronize", "set_device", "reset_peak_memory_stats", "init", "current_device"):
         setattr(torch.cuda, name, nothing)
     if in_group:

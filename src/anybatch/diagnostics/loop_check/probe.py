@@ -30,17 +30,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 TableGradient = Float64[Tensor, "sample position output"]
 MAX_FORWARDS = 200
-"""A loop that makes more forwards on 31 samples does not end."""
+"""A loop that makes more forwards on 31 samples is stopped as endless."""
 TOLERANCE = 1e-5
-"""Relative; rounding in float32 is smaller, and the smallest fault is 0.1."""
+"""Relative tolerance; rounding in float32 is smaller, and the smallest fault changes a weight by 0.1."""
 
 
 class LoopStopped(BaseException):
     """Stops a loop that does not end. Not an Exception, so that loops do not catch it."""
 
 
-class SeenEnoughStopped(LoopStopped):
-    """Stops a loop after all the passes over its data that are looked at."""
+class LastPassStopped(LoopStopped):
+    """Stops a loop that begins another pass over its data after the last recorded one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +51,7 @@ class Forward:
     learning_rates: tuple[float, ...]
     is_synced: bool | None  # whether DistributedDataParallel would reduce its backward; None without that wrapper
     line: int | None
-    has_gradient: bool = False  # whether a backward came, with a gradient other than zero
+    has_gradient: bool = False  # whether its backward gave a gradient other than zero
     rank: int = 0
     epoch: int = 0
 
@@ -61,10 +61,10 @@ class RankStep:
     """An optimizer step on one rank."""
 
     gradient: TableGradient = field(default_factory=lambda: torch.zeros(0))  # used by the optimizer
-    forwards: set[int] = field(default_factory=set)  # numbers of forwards whose backward came since the step before
-    num_forwards: int = 0  # until this step, since the beginning
-    num_reductions: int = 0  # by DistributedDataParallel, since the step before
-    is_stale: bool = False  # the first backward found a gradient
+    forwards: set[int] = field(default_factory=set)  # indices of forwards whose backward ran since the previous step
+    num_forwards: int = 0  # number of forwards before this step, from the start of the loop
+    num_reductions: int = 0  # by DistributedDataParallel, since the previous step
+    is_stale: bool = False  # the first backward was added to an old gradient
     is_accumulated: bool = False  # backwards added to .grad; otherwise the loop adds up gradients itself
     line: int | None = None
 
@@ -76,15 +76,14 @@ class LoopTrace:
     forwards: list[Forward] = field(default_factory=list)
     steps: list[RankStep] = field(default_factory=list)
     backward_line: int | None = None  # of the first backward
-    output_gradients: dict[int, Tensor] = field(default_factory=dict)  # the first one of each sample
-    has_late_no_sync: bool = False  # whether no_sync() was around a backward, and not around its forward
-    changed_lines: list[int | None] = field(default_factory=list)  # backwards that found the gradient so far changed
-    changed_after_lines: list[int | None] = field(default_factory=list)  # steps whose gradient was changed afterwards
-    returned_loss: float | None = None
+    output_gradients: dict[int, Tensor] = field(default_factory=dict)  # sample -> gradient in its first forward
+    has_late_no_sync: bool = False  # whether no_sync() was around a backward, but not around its forward
+    changed_lines: list[int | None] = field(default_factory=list)  # backwards before which .grad was changed
+    changed_after_lines: list[int | None] = field(default_factory=list)  # steps after which .grad was changed
     call_ends: list[int] = field(default_factory=list)  # number of forwards at the end of each call
-    ended: bool = True  # without help, or after the passes that are looked at
-    has_more_passes: bool = False
-    guesses: dict[str, Any] = field(default_factory=dict)  # unknown settings that the loop asked for
+    ended: bool = True  # False if the loop was stopped within a recorded pass
+    has_more_passes: bool = False  # whether the loop began a pass after the last recorded one
+    guesses: dict[str, Any] = field(default_factory=dict)  # guessed values of unknown settings
 
 
 class Recorder:
@@ -93,7 +92,7 @@ class Recorder:
     def __init__(self, file: str | None, gain: float, num_passes: int = 2) -> None:
         self.trace = LoopTrace()
         self._file, self._gain, self._num_passes = file, gain, num_passes
-        self._step = RankStep()  # the next one
+        self._step = RankStep()  # the next step
         self._pass, self._finished, self._trained = 0, set[int](), set[int]()
         self._in_closure = False
         self._optimizers: list[Optimizer] = []
@@ -103,7 +102,7 @@ class Recorder:
         self._wrapper: DistributedDataParallel | None = None
 
     def watch(self, table: nn.Parameter, optimizers: Sequence[Optimizer]) -> None:
-        """Begin with this parameter; optimizers that the loop makes itself are found at their first step."""
+        """Start to record the gradients of `table`; optimizers that the loop makes are found at their first step."""
         self._table, self._optimizers = table, list(optimizers)
         self._handles = [
             table.register_hook(self._receive),
@@ -123,7 +122,7 @@ class Recorder:
             handle.remove()
         self._compare_with_used()
         self.trace.ended = kind is not LoopStopped
-        self.trace.has_more_passes = kind is SeenEnoughStopped
+        self.trace.has_more_passes = kind is LastPassStopped
         return kind is not None and issubclass(kind, LoopStopped)  # the trace of a stopped loop is a result too
 
     def one_pass(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -138,7 +137,7 @@ class Recorder:
             return  # a line search computes the same gradient again
         self._compare_with_used()
         if self._pass not in self._trained and len(self._trained & self._finished) >= self._num_passes:
-            raise SeenEnoughStopped
+            raise LastPassStopped
         self._trained.add(self._pass)
         if len(self.trace.forwards) >= MAX_FORWARDS:
             raise LoopStopped
@@ -183,16 +182,16 @@ class Recorder:
             self._optimizers.append(optimizer)
         self._in_closure = any(callable(value) for value in (*args[1:], *kwargs.values()))
         if not self._in_closure:
-            self._take_step()
+            self._record_step()
 
     def _end_step(self, optimizer: Optimizer, *_: object) -> None:
         if self._has_table(optimizer):
-            if self._in_closure:  # which has computed the gradient now
-                self._take_step()
+            if self._in_closure:  # the closure has computed the gradient by now
+                self._record_step()
             self._in_closure = False
             self._used = None if self._table.grad is None else (self._table.grad, self._gradient())
 
-    def _take_step(self) -> None:
+    def _record_step(self) -> None:
         step, self._step, self._sum = self._step, RankStep(), torch.zeros(0)
         step.gradient, step.num_forwards, step.line = self._gradient(), len(self.trace.forwards), self._line()
         self.trace.steps.append(step)
@@ -220,7 +219,7 @@ class Recorder:
         return gradient.detach().to_dense().to("cpu", torch.float64, copy=True) / self._gain
 
     def _line(self) -> int | None:
-        """Return the line of the user's file that led here."""
+        """Return the current line in the user's file; None if the file is not on the stack."""
         frame = inspect.currentframe()
         while frame is not None and frame.f_code.co_filename != self._file:
             frame = frame.f_back
@@ -229,7 +228,7 @@ class Recorder:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `LoopStopped` in the main thread after some time; on Windows, nothing is raised."""
+    """Raise `LoopStopped` in the main thread after `seconds`; without effect on Windows."""
 
     def stop(*_: object) -> None:
         raise LoopStopped
@@ -261,8 +260,7 @@ NUM_ROWS = 32
 _NUM_OUTPUTS, _NUM_POSITIONS, _IGNORED = 5, 6, -100
 _TARGET_NAMES = frozenset({"label", "labels", "target", "targets", "y", "lm_labels", "tgt"})
 _ABSENT_NAMES = frozenset({"edge_index", "edge_attr", "edge_weight", "batch", "pos", "weight", "mask", "lengths"})
-_SIZE_NAMES = frozenset({"batch_size", "num_graphs", "nsentences"})
-"""Attributes of batches of graphs and sentences: some that are None here, and some with the number of samples."""
+"""Attributes of graph batches that are None in a `ProbeBatch`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +282,7 @@ class ProbeData:
 
 
 def make_data(kind: TargetKind, *, is_padded: bool = True, dtype: torch.dtype = torch.float64) -> ProbeData:
-    """Return the samples of a kind, always the same ones; if not padded, no targets are masked."""
+    """Return the samples of a kind, always the same ones; unless `is_padded`, no targets are masked."""
     generator = torch.Generator().manual_seed(5)
     num_positions = _NUM_POSITIONS if kind == "tokens" else 1
     outputs = torch.randn(NUM_ROWS, num_positions, _NUM_OUTPUTS, generator=generator, dtype=torch.float64).to(dtype)
@@ -296,16 +294,16 @@ def make_data(kind: TargetKind, *, is_padded: bool = True, dtype: torch.dtype = 
     targets = torch.randint(_NUM_OUTPUTS, (NUM_ROWS, num_positions), generator=generator)
     if kind == "classes":
         return ProbeData(kind, inputs, targets.squeeze(1), outputs)
-    # Every word occurs once in the data, so the first one identifies the sample.
-    words = torch.arange(NUM_ROWS * num_positions).view(NUM_ROWS, num_positions)
+    # Every token occurs once in the data, so the first one identifies the sample.
+    tokens = torch.arange(NUM_ROWS * num_positions).view(NUM_ROWS, num_positions)
     # The first position has no target, so that shifting the labels loses none; the second always has one.
-    lengths, positions = torch.randint(2, num_positions + 1, (NUM_ROWS, 1), generator=generator), words[0]
+    lengths, positions = torch.randint(2, num_positions + 1, (NUM_ROWS, 1), generator=generator), tokens[0]
     is_masked = (positions >= lengths) | (positions == 0)
-    return ProbeData(kind, words, targets.masked_fill(is_masked & is_padded, _IGNORED), outputs)
+    return ProbeData(kind, tokens, targets.masked_fill(is_masked & is_padded, _IGNORED), outputs)
 
 
 class RowModel(nn.Module):
-    """The model described above. It finds the inputs among its arguments; given labels too, it also returns a loss."""
+    """The probe model, which finds the inputs among its arguments; given labels too, it also returns a loss."""
 
     def __init__(self, data: ProbeData, gain: float, recorder: Recorder) -> None:
         super().__init__()
@@ -316,7 +314,7 @@ class RowModel(nn.Module):
         """Return one row of outputs per sample, or a `ModelOutput` if there are labels among the arguments."""
         labels = next((value for name, value in kwargs.items() if name in _TARGET_NAMES), None)
         given = [*args, *(value for name, value in kwargs.items() if name not in _TARGET_NAMES)]
-        if len(given) == 1 and isinstance(given[0], dict):  # the whole batch
+        if len(given) == 1 and isinstance(given[0], dict):  # the batch as one argument
             labels, given = given[0]["labels"], [given[0]["inputs"]]
         inputs = next((value for value in given if isinstance(value, Tensor) and value.dim() > 1), None)
         if inputs is None:
@@ -334,7 +332,7 @@ class RowModel(nn.Module):
         tensors = [value for value in given if isinstance(value, Tensor) and value is not inputs]
         if any(value.shape == targets.shape and bool((value == targets).all()) for value in tensors):
             loss = self._loss(outputs, targets, None)
-            return ModelOutput((outputs, loss), loss, outputs)  # as models that take targets by position
+            return ModelOutput((outputs, loss), loss, outputs)  # like models that accept targets by position
         return outputs
 
     def _loss(self, outputs: Tensor, targets: Tensor, num_items: Tensor | float | None) -> Tensor:
@@ -347,7 +345,7 @@ class RowModel(nn.Module):
 
 
 class ModelOutput:
-    """The loss and logits of a model, by name, by number, unpacked, or used as a tensor (the logits)."""
+    """The loss and logits of a model, accessed by name, by index, by unpacking, or as a tensor (the logits)."""
 
     def __init__(self, order: tuple[Tensor, Tensor], loss: Tensor, logits: Tensor) -> None:
         self.loss, self.logits, self._order = loss, logits, order
@@ -367,7 +365,7 @@ class ModelOutput:
         return torch.div(self.loss, divisor)
 
     def values(self) -> tuple[Tensor, ...]:
-        """Return the losses of a model that returns a dict of losses in training."""
+        """Return the losses, as for a model that returns a dict of losses in training."""
         return (self.loss,)
 
     @classmethod
@@ -398,8 +396,8 @@ class ProbeBatch(dict[str, Any]):
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (as a batch of graphs or sentences)
         if name.startswith("_"):
             raise AttributeError(name)
-        if name in _SIZE_NAMES:
-            return len(self["inputs"])
+        if name in {"batch_size", "num_graphs", "nsentences"}:
+            return len(self["labels"])
         return None if name in _ABSENT_NAMES else self[name]
 
     def to(self, *args: Any, **kwargs: Any) -> Self:  # noqa: ANN401 (arguments of Tensor.to)
@@ -426,7 +424,7 @@ class ProbeLoader(DataLoader[Any]):
         return self._recorder.one_pass(super().__iter__())
 
     def next_batch(self, *_: object, **_options: object) -> Any:  # noqa: ANN401 (a batch)
-        """Return the next micro-batch of full size, without end."""
+        """Return the next micro-batch of full size; the data repeat endlessly."""
         return next(self._endless)
 
     get_batch = get_next_batch = next_batch

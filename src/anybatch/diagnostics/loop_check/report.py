@@ -7,6 +7,8 @@ from enum import StrEnum
 from fractions import Fraction
 from types import MappingProxyType
 
+from anybatch.core.units import columns
+
 _TEXTS = """\
 never_steps: No optimizer with the model's parameters makes a step.
     Call optimizer.step() once per window, on an optimizer for model.parameters().
@@ -64,8 +66,6 @@ clips_every_micro_batch: Gradients are clipped after every micro-batch, before t
     Clip right before optimizer.step(), under the same condition.
 clips_after_step: Gradients are clipped after optimizer.step(), so clipping has no effect.
     Clip right before optimizer.step().
-logs_last_loss: The returned loss is the loss of the last micro-batch, not of the window.
-    Add up loss sums over the window, and divide by its number of samples.
 not_reduced: Ranks step with different gradients, so their parameters drift apart.
     Reduce gradients before optimizer.step(); leave no_sync() in the last micro-batch of every window.
 reduces_every_micro_batch: Gradients are reduced after every micro-batch: correct, but slow.
@@ -79,12 +79,12 @@ FINDINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
 """Code -> (the fault, the fix)."""
 HARMLESS = frozenset(
     {
-        *("does_not_end", "logs_last_loss", "schedules_every_micro_batch", "clips_after_step"),
+        *("does_not_end", "schedules_every_micro_batch", "clips_after_step"),
         *("reduces_every_micro_batch", "no_sync_around_backward_only"),
     }
 )
 """Codes of faults that leave the gradients correct."""
-_MAX_PRINTED_STEPS, _MAX_PRINTED_FILES = 8, 5
+_MAX_PRINTED_STEPS = 8
 
 
 class LoopVerdict(StrEnum):
@@ -125,11 +125,11 @@ class LoopFinding:
 
     @property
     def in_gradient(self) -> bool:
-        """Whether it makes gradients wrong; otherwise it only costs time or misleads."""
+        """Whether the fault makes gradients wrong; other faults only cost time or mislead."""
         return self.code not in HARMLESS
 
     def __str__(self) -> str:
-        """Return it as a paragraph."""
+        """Return the finding as a paragraph."""
         where = f"{self.file}:{', '.join(map(str, self.lines))}" if self.lines else self.file
         values = f"found {self.found}; expected {self.expected}"
         return "\n  ".join((f"{self.code} ({where})", self.what, values, self.change))
@@ -141,8 +141,8 @@ class Window:
 
     step: int  # from 1
     micro_batches: tuple[tuple[int, ...], ...]  # samples of each forward, rank by rank
-    found: Mapping[int, float]  # sample -> weight in the gradient used, without zeros
-    expected: Mapping[int, float]  # the same for the unsplit batch, without samples whose loss has no gradient
+    found: Mapping[int, float]  # sample -> weight in the optimizer's gradient, without zeros
+    expected: Mapping[int, float]  # sample -> weight in the un-split batch, without samples that have no gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,14 +150,12 @@ class LoopReport:
     """The report on a training loop.
 
     Attributes:
-        loop: its name.
-        findings: most important first; none if all is well.
-        windows: its optimizer steps, over two epochs.
-        accumulation_steps: given to the loop; if it has no parameter for them, the number that it used.
-        num_ranks: ranks it ran on.
+        loop: name of the loop.
+        findings: faults, most important first; empty for a correct loop.
+        windows: the optimizer steps of two epochs.
+        accumulation_steps: the number given to the loop; if it has no such parameter, the number that it used.
+        num_ranks: number of ranks that ran the loop.
         remarks: aspects that could not be judged, and why.
-        written: files that it wrote, in the temporary copy of the working folder.
-        not_copied: files and folders that the temporary copy left out, because they are large.
     """
 
     loop: str
@@ -166,12 +164,10 @@ class LoopReport:
     accumulation_steps: int
     num_ranks: int
     remarks: tuple[str, ...] = ()
-    written: tuple[str, ...] = ()
-    not_copied: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> LoopVerdict:
-        """The verdict on its gradients."""
+        """The verdict on the gradients."""
         wrong = frozenset(finding.code for finding in self.findings if finding.in_gradient)
         return _VERDICTS.get(wrong, LoopVerdict.NOT_EQUAL)
 
@@ -186,20 +182,14 @@ class LoopReport:
         number = len(self.findings)
         count = f"{number or 'no'} finding{'s' * (number != 1)}"
         head = f"{self.loop}: {self.verdict} (accumulation steps {self.accumulation_steps}{ranks}); {count}"
-        remarks = list(self.remarks)
-        if self.written:
-            remarks.append(f"Written to a temporary copy of the folder, now deleted: {shortened(self.written)}.")
-        if self.not_copied:
-            remarks.append(f"Too large for the temporary copy of the folder: {shortened(self.not_copied)}.")
-        return "\n\n".join([head, *map(str, self.findings), *remarks, self.table()])
+        return "\n\n".join([head, *map(str, self.findings), *self.remarks, self.table()])
 
     def table(self) -> str:
         """Return the steps as a table: samples, their weights, and the expected weights."""
         rows = [("step", "samples", "weight", "expected")]
         for window in self.windows[:_MAX_PRINTED_STEPS]:
             rows += [("" if index else str(window.step), *row) for index, row in enumerate(_rows(window))]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = columns(rows, num_left=4)
         if len(self.windows) > _MAX_PRINTED_STEPS:
             lines.append(f"... and {len(self.windows) - _MAX_PRINTED_STEPS} more steps")
         return "\n".join(lines)
@@ -215,7 +205,7 @@ def _rows(window: Window) -> list[tuple[str, str, str]]:
 
 
 def fraction(weight: float) -> str:
-    """Return a weight as a fraction such as 1/12 where it is one, otherwise with four digits."""
+    """Return a weight as a fraction such as 1/12 if it is close to one, else with four digits."""
     near = Fraction(weight).limit_denominator(400)
     if near.numerator != 0 and abs(float(near) - weight) <= 1e-6 * abs(weight):
         return str(near)
@@ -231,8 +221,3 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             parts.append([number])
     return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
-
-
-def shortened(names: Sequence[str]) -> str:
-    """Return the first names of a list."""
-    return ", ".join(names[:_MAX_PRINTED_FILES]) + (", ..." if len(names) > _MAX_PRINTED_FILES else "")

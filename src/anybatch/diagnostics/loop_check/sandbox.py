@@ -1,6 +1,6 @@
-"""Runs a user's code in a subprocess, in a temporary copy of the working folder, so that it changes no files of theirs.
+"""Runs the user's code in a subprocess, in a temporary copy of the working folder, so that it changes no user files.
 
-Relative paths lead to the copy. An audit hook of Python refuses writes to other folders, programs, and connections to
+Relative paths refer to the copy. An audit hook of Python refuses writes to other folders, programs, and connections to
 other machines. It does not see writes by C code (C++ and Rust too) to absolute paths, except by `torch.save`.
 """
 
@@ -26,24 +26,22 @@ from anybatch.testing.ranks import PRELOADED
 
 ResultT = TypeVar("ResultT")
 MAX_FILE_BYTES, MAX_BYTES, MAX_ENTRIES = 2**20, 2**25, 2_000
-"""Largest file that is copied, and limits for all files together; files near the top of the folder come first."""
+"""Size limit of a copied file, and limits for all files together; files near the top of the folder come first."""
 _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages"})
 _DEVICES = Path("/dev")
 _SAFE_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "", "0.0.0.0", None})  # noqa: S104 (hosts are compared)
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
-_CHANGES = {
-    **dict.fromkeys(("os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod", "os.chown", "os.utime"), (0,)),
-    **dict.fromkeys(("shutil.rmtree", "sqlite3.connect"), (0,)),
-    **dict.fromkeys(("os.rename", "os.link"), (0, 1)),
-    "os.symlink": (1,),
-}
-"""Audit events that change files or folders, with the positions of their paths."""
+_CHANGES = frozenset(
+    {
+        *("os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod", "os.chown", "os.utime", "os.rename"),
+        *("os.link", "os.symlink", "shutil.rmtree", "sqlite3.connect"),
+    }
+)
+"""Audit events that change files or folders; all their paths must be in the temporary folder."""
 _PROGRAMS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile"})
 
 
-def run_in_sandbox(
-    work: Callable[[], ResultT], *, timeout_seconds: float
-) -> tuple[ResultT, tuple[str, ...], tuple[str, ...]]:
+def run_in_sandbox(work: Callable[[], ResultT], *, timeout_seconds: float) -> ResultT:
     """Run a function in a subprocess, in a temporary copy of the working folder.
 
     On Linux without an accelerator the process is forked, so that `work` can use functions of a notebook. Otherwise
@@ -51,7 +49,7 @@ def run_in_sandbox(
     """
     can_fork = sys.platform == "linux" and not torch.accelerator.is_available()
     context: Any = multiprocessing.get_context("fork") if can_fork else rank_context(*PRELOADED)
-    torch.optim.SGD([torch.zeros(1)], lr=0.0)  # the first optimizer imports torch's compiler: once, not in every fork
+    torch.optim.SGD([torch.zeros(1)], lr=0.0)  # imports torch's compiler once, instead of in every fork
     with tempfile.TemporaryDirectory(prefix="anybatch-loop-", ignore_cleanup_errors=True) as root:
         folder = Path(root).resolve() / (Path.cwd().name or "folder")
         left_out = copy_folder(Path.cwd(), folder)
@@ -66,7 +64,17 @@ def run_in_sandbox(
             raise LoopError(message) from None
         theirs.close()
         try:
-            value, written, error = _receive(ours, process, timeout_seconds)
+            if not ours.poll(timeout_seconds):
+                message = f"checking the loop took more than {timeout_seconds:g} seconds and was stopped."
+                raise LoopError(message)
+            value, error = ours.recv()
+        except EOFError:
+            process.join()
+            message = (
+                f"the subprocess of the loop died with exit code {process.exitcode}. If the loop is defined in a "
+                "notebook or in the main script, put it into a file that can be imported."
+            )
+            raise LoopError(message) from None
         finally:
             process.kill()
             process.join()
@@ -78,25 +86,11 @@ def run_in_sandbox(
         raise LoopError(message, code="large_files_left_out", cause=error.cause)
     if error is not None:
         raise error
-    return value, written, left_out
-
-
-def _receive(pipe: Connection, process: Any, timeout_seconds: float) -> Any:  # noqa: ANN401 (the message of `_serve`)
-    try:
-        if pipe.poll(timeout_seconds):
-            return pipe.recv()
-        message = f"checking the loop took more than {timeout_seconds:g} seconds and was stopped."
-    except EOFError:
-        process.join()
-        message = (
-            f"the subprocess of the loop died with exit code {process.exitcode}. If the loop is defined in a notebook "
-            "or in the main script, put it into a file that can be imported."
-        )
-    raise LoopError(message)
+    return value  # type: ignore[no-any-return]  # from a pipe
 
 
 def _serve(pipe: Connection, work: Callable[[], Any], folder: Path) -> None:
-    """Run `work`, and send its value, the files written, and the error."""
+    """Run `work` in `folder`, and send (value, error) through the pipe."""
     silent, save = os.open(os.devnull, os.O_WRONLY), torch.save
     for number in (1, 2):
         os.dup2(silent, number)
@@ -105,7 +99,6 @@ def _serve(pipe: Connection, work: Callable[[], Any], folder: Path) -> None:
     torch.set_num_threads(1)
     os.chdir(folder)
     tempfile.tempdir = str(folder.parent)
-    value, error, before = None, None, _file_states(folder)
 
     def audited_save(content: Any, file: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 (as torch.save)
         sys.audit("open", file if isinstance(file, str | os.PathLike) else -1, "wb", _WRITE_FLAGS)
@@ -113,20 +106,22 @@ def _serve(pipe: Connection, work: Callable[[], Any], folder: Path) -> None:
 
     vars(torch).update(save=audited_save)  # it opens files in C++, which Python does not audit
     sys.addaudithook(partial(_refuse_changes, folder.parent))
+    value, error = None, None
     try:
         value = work()
     except UserError as raised:
         error = raised
     except (Exception, SystemExit) as raised:  # noqa: BLE001 (the caller gets it)
         error = LoopError(f"{type(raised).__name__}: {raised}", cause=type(raised).__name__)
-    after = _file_states(folder)
-    pipe.send((value, tuple(name for name in sorted(after) if after[name] != before.get(name)), error))
+    pipe.send((value, error))
     pipe.close()
 
 
 def _refuse_changes(root: Path, event: str, args: tuple[Any, ...]) -> None:
-    """Refuse changes outside of a folder, programs, and connections to other machines: an audit hook."""
-    paths, action = [args[position] for position in _CHANGES.get(event, ())], ""
+    """Audit hook: refuse changes outside of `root`, new programs, and connections to other machines."""
+    # The target of a link is not changed, only the path of the link.
+    changed = args[1:] if event == "os.symlink" else args
+    paths, action = [arg for arg in changed if event in _CHANGES and isinstance(arg, str | bytes | os.PathLike)], ""
     if event == "open":
         path, mode, flags = args
         writes = set(mode) & set("wax+") if isinstance(mode, str) else (flags or 0) & _WRITE_FLAGS
@@ -145,33 +140,25 @@ def _refuse_changes(root: Path, event: str, args: tuple[Any, ...]) -> None:
         raise PermissionError(errno.EACCES, message)
 
 
-def copy_folder(source: Path, target: Path) -> tuple[str, ...]:
+def copy_folder(source: Path, target: Path) -> list[str]:
     """Copy a folder without large files, hidden files and caches; return the paths of files that are too large."""
     bytes_left, entries_left = MAX_BYTES, MAX_ENTRIES
     left_out: list[str] = []
-    waiting = [Path()]
-    while waiting:
-        folder = waiting.pop(0)
-        (target / folder).mkdir(parents=True, exist_ok=True)
-        for path in sorted((source / folder).iterdir()) if os.access(source / folder, os.R_OK | os.X_OK) else ():
-            relative = path.relative_to(source)
+
+    def skipped(folder: str, names: list[str]) -> set[str]:
+        nonlocal bytes_left, entries_left
+        kept = set()
+        for path in (Path(folder, name) for name in sorted(names)):
             if path.name.startswith(".") or path.name in _SKIPPED or not os.access(path, os.R_OK):
                 continue
-            if entries_left == 0:
-                left_out.append((folder / "...").as_posix())
-                break
-            entries_left -= 1
-            if path.is_dir() and not path.is_symlink():
-                waiting.append(relative)
-            elif path.is_file() and path.stat().st_size <= min(MAX_FILE_BYTES, bytes_left):
-                bytes_left -= path.stat().st_size
-                shutil.copyfile(path, target / relative)
+            is_folder = path.is_dir() and not path.is_symlink()
+            size = 0 if is_folder else path.stat().st_size
+            if entries_left and (is_folder or (path.is_file() and size <= min(MAX_FILE_BYTES, bytes_left))):
+                bytes_left, entries_left = bytes_left - size, entries_left - 1
+                kept.add(path.name)
             else:
-                left_out.append(relative.as_posix())
-    return tuple(left_out)
+                left_out.append(path.relative_to(source).as_posix())
+        return set(names) - kept
 
-
-def _file_states(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return the files below a folder, with numbers that change when they are written."""
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    return {path.relative_to(folder).as_posix(): (path.stat().st_mtime_ns, path.stat().st_size) for path in paths}
+    shutil.copytree(source, target, ignore=skipped)
+    return left_out

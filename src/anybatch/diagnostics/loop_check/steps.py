@@ -2,8 +2,8 @@
 
 A weight is relative to the gradient that the same loop has on one un-split batch. The loss is the user's and unknown,
 so the loop itself runs on one batch, with accumulation steps of one. This gives its un-split gradient, and with it the
-gradient of each sample with weight one. Where it cannot be run like that, the scale comes from the common loss whose
-gradient has the same direction; without one, the scale is unknown.
+gradient of each sample with weight one (its unit gradient). If the loop cannot run like that, the scale comes from the
+common loss whose gradient has the same direction; if no common loss has it, the scale is unknown.
 """
 
 from bisect import bisect_right
@@ -34,13 +34,13 @@ OutputLoss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """An optimizer step over all ranks, with all micro-batches whose backward came since the step before."""
+    """An optimizer step over all ranks, with all micro-batches whose backward ran since the previous step."""
 
     number: int  # from 1
     micro_batches: tuple[Forward, ...]
-    lost: tuple[Forward, ...]  # with cleared gradients
-    lost_tail: tuple[Forward, ...]  # of the epoch before, with cleared gradients; not in `micro_batches`
-    of_rank: RankStep  # on rank 0
+    lost: tuple[Forward, ...]  # micro-batches whose gradients were cleared before the step
+    lost_tail: tuple[Forward, ...]  # the same for the previous epoch; these are not in `micro_batches`
+    of_rank: RankStep  # the step on rank 0
     is_equal_on_ranks: bool
 
     @property
@@ -60,13 +60,13 @@ class Step:
 
     @property
     def size(self) -> int:
-        """Micro-batches of the rank with most; a micro-batch that passes through the model twice counts once."""
+        """Maximum number of micro-batches of a rank; two forwards of the same micro-batch count once."""
         by_rank = Counter(rank for rank, _ in {(each.rank, each.ids) for each in self.micro_batches})
         return max(by_rank.values(), default=0)
 
     @property
     def epochs(self) -> frozenset[int]:
-        """The epochs of its micro-batches."""
+        """The epochs of the micro-batches."""
         return frozenset(each.epoch for each in self.micro_batches)
 
     @property
@@ -76,7 +76,7 @@ class Step:
 
     @property
     def is_clean(self) -> bool:
-        """Whether the gradient is made of all these micro-batches, and nothing else."""
+        """Whether the gradient is the sum of all these micro-batches' gradients, and nothing else."""
         return bool(self.ids) and self.is_equal_on_ranks and not (self.lost or self.is_cleared or self.of_rank.is_stale)
 
 
@@ -101,7 +101,7 @@ def steps_of(traces: Sequence[LoopTrace]) -> list[Step]:
         for trace, step in zip(traces, rank_steps, strict=True):
             forwards = [trace.forwards[each] for each in sorted(step.forwards)]
             used += forwards
-            if step.is_accumulated and step.gradient.any():  # otherwise nothing is left of any micro-batch
+            if step.is_accumulated and step.gradient.any():  # a zero gradient is found by `is_cleared`
                 lost += [each for each in forwards if each.has_gradient and not step.gradient[list(each.ids)].any()]
         last_epoch = max((each.epoch for each in used), default=0)
         steps.append(
@@ -132,7 +132,7 @@ COMMON_LOSSES: Mapping[TargetKind, tuple[OutputLoss, ...]] = MappingProxyType(
         "values": (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits),
     }
 )
-"""Means over their targets; for "values", of outputs without a position axis."""
+"""Losses that are means over targets; for "values", the outputs have no position axis."""
 
 
 class UnitGradients:
@@ -141,15 +141,15 @@ class UnitGradients:
     def __init__(self, loop: JudgedLoop, trace: LoopTrace) -> None:
         self.scale_is_known = True
         self._loop, self._data = loop, loop.data
-        self._takes_batch = loop.takes_loader or "micro_batch_size" in loop.parameters.needed
+        self._takes_batch = loop.takes_loader or "micro_batch_size" in loop.needed
         self._trace = trace if loop.takes_loader else loop.run(range(NUM_ROWS), steps=1, epochs=1)
         self._measured: dict[tuple[int, ...], TableGradient | None] = {}
         self.of(loop.ids)  # decides whether the scale is known
 
     def of(self, ids: Sequence[int]) -> TableGradient | None:
-        """Return one row per sample, whose mean over these samples is their un-split gradient; None if unknown.
+        """Return the unit gradients of these samples, one row per sample; None if unknown.
 
-        The row of a sample without a gradient (a masked target, say) is zero.
+        The mean of the rows is the samples' un-split gradient. A row is zero if its target is masked.
         """
         key = tuple(sorted(set(ids)))
         if key not in self._measured:
@@ -157,23 +157,23 @@ class UnitGradients:
         return self._measured[key]
 
     def _measure(self, ids: tuple[int, ...]) -> TableGradient | None:
-        loop, gradient, has_scale = self._loop, None, self._loop.knows_steps
+        loop, gradient, has_scale = self._loop, None, self._loop.has_accumulation_steps
         if self._takes_batch:
             trace = loop.run(ids, size=len(ids), steps=1, epochs=1)
             if loop.takes_loader or [len(forward.ids) for forward in trace.forwards[:1]] == [len(ids)]:
                 gradient = self._of_outputs(trace, ids)
                 used = trace.steps[0].gradient if trace.steps else None
-                # Otherwise the optimizer used the gradients of some samples only.
+                # If this is false, the optimizer used the gradients of some samples only.
                 if gradient is not None and used is not None and set(visible(ids, gradient)) <= set(visible(ids, used)):
                     gradient = used
-        if gradient is None:  # it makes micro-batches itself: measured on its own, as if the loss were a mean
+        if gradient is None:  # the loop makes micro-batches itself: weight them by size, as for a mean
             gradient = self._of_outputs(self._trace, ids)
-            has_scale = loop.knows_steps and not loop.takes_loader
+            has_scale = loop.has_accumulation_steps and not loop.takes_loader
         if gradient is None or not gradient.isfinite().all():
             return None
         if not has_scale:
             scaled = self._scaled(gradient, ids)
-            # Unknown for one window is unknown for all, since windows are then compared with each other.
+            # If the scale of one window is unknown, all windows are compared with each other.
             self.scale_is_known = self.scale_is_known and scaled is not None
             gradient = gradient if scaled is None else scaled
         return gradient * len(ids)
@@ -190,7 +190,7 @@ class UnitGradients:
         return rows
 
     def _scaled(self, gradient: TableGradient, ids: tuple[int, ...]) -> TableGradient | None:
-        """Return the gradient of the common loss that has this direction."""
+        """Return the gradient of the common loss whose gradient has the same direction; None without one."""
         for loss in COMMON_LOSSES[self._data.kind]:
             outputs = self._data.outputs[list(ids)].clone().requires_grad_()
             given = outputs.squeeze(1) if self._data.kind == "values" else outputs
@@ -203,49 +203,49 @@ class UnitGradients:
         return None
 
 
-def weights(gradient: TableGradient, units: TableGradient) -> Mapping[int, float]:
+def weights(gradient: TableGradient, unit_rows: TableGradient) -> Mapping[int, float]:
     """Return the weight of each sample in a gradient: the nearest multiple of its unit gradient.
 
     Samples without weight, or without a unit gradient, are left out.
     """
     # Rows do not mix, so each is a least-squares problem in one dimension.
-    products, squares = (gradient * units).sum((1, 2)), units.square().sum((1, 2))
+    products, squares = (gradient * unit_rows).sum((1, 2)), unit_rows.square().sum((1, 2))
     multiples = torch.where(squares > 0, products / squares, 0.0)
     return {sample: weight for sample, weight in enumerate(multiples.tolist()) if abs(weight) > TOLERANCE / 100}
 
 
-def visible(ids: Sequence[int], units: TableGradient) -> list[int]:
+def visible(ids: Sequence[int], unit_rows: TableGradient) -> list[int]:
     """Return the samples that have a gradient, so that their weight can be seen."""
-    return [sample for sample in ids if units[sample].any()]
+    return [sample for sample in ids if unit_rows[sample].any()]
 
 
-def is_combination(gradient: TableGradient, units: TableGradient) -> bool:
+def is_combination(gradient: TableGradient, unit_rows: TableGradient) -> bool:
     """Return whether a gradient is a weighted sum of the samples' unit gradients."""
-    nearest = torch.zeros(len(units), 1, 1, dtype=units.dtype)
-    for sample, weight in weights(gradient, units).items():
+    nearest = torch.zeros(len(unit_rows), 1, 1, dtype=unit_rows.dtype)
+    for sample, weight in weights(gradient, unit_rows).items():
         nearest[sample] = weight
-    return is_close(nearest * units, gradient)
+    return is_close(nearest * unit_rows, gradient)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The factor of a micro-batch's own mean gradient in a step, and the factor it has in the un-split batch."""
+    """The factor of a micro-batch's mean gradient in a step, and the factor that the un-split batch has."""
 
     micro_batch: Forward
     found: float
     expected: float
 
 
-def shares_of(step: Step, units: UnitGradients) -> list[Share]:
+def shares_of(step: Step, unit_gradients: UnitGradients) -> list[Share]:
     """Return the shares of the micro-batches that have a gradient, in a clean step; none if they are unknown."""
-    unsplit = units.of(tuple(step.ids))
+    unsplit = unit_gradients.of(tuple(step.ids))
     shares = []
     for micro_batch in step.micro_batches:
-        rows = units.of(micro_batch.ids)
+        rows = unit_gradients.of(micro_batch.ids)
         if unsplit is None or rows is None:
             return []
         factors, expected = weights(step.gradient, rows), weights(unsplit, rows)
-        # A sample that occurs twice has the sum of two weights, so one that occurs once is preferred.
+        # A sample that occurs twice has the sum of two weights, so prefer a sample that occurs once.
         seen = sorted(expected.keys() & micro_batch.ids, key=lambda sample: (step.ids[sample] > 1, sample))
         if seen:
             sample, size = seen[0], len(micro_batch.ids)

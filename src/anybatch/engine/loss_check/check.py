@@ -1,10 +1,10 @@
-"""The check of a loss's declaration: its schedule, its samples, the verdict of all ranks, and the report."""
+"""The check of a loss's declaration: when it runs, on which samples, and the common verdict of all ranks."""
 
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from anybatch.core.batch import picked
+from anybatch.core.batch import select_each
 from anybatch.core.loss import Loss, LossSum
 from anybatch.core.loss_kinds import COUNTED, ONE_NUMBER, LossFunction
 from anybatch.core.tree import Batch, copied, count_samples, map_tensors, read_samples
 from anybatch.engine.accumulate import LoopContext
-from anybatch.engine.decisions import Decisions
 from anybatch.engine.loss_check.comparison import FEW_SAMPLES, MAX_SAMPLES, SampleSource, Verdict, choose, judge
 from anybatch.engine.loss_check.runs import LossParts, LossRuns
 from anybatch.engine.micro_batches import PlannedBatch
@@ -28,26 +27,29 @@ from anybatch.parallel.strategy import Prepared, Strategy, Turn, caller_of
 from anybatch.parallel.world import World
 
 _AGAIN = frozenset({3, 7, 15})
-"""Steps, counted from 0, in which the check is repeated, since other batches may show more."""
-_CANDIDATES, _LOADED_CANDIDATES = 64, 16
+"""Steps, counted from 0, in which the check is repeated, since other batches may show other faults."""
+# Number of samples from which the check chooses; fewer if they must be loaded for the check.
+_NUM_CANDIDATES, _NUM_LOADED_CANDIDATES = 64, 16
 # Part of the format of checkpoints: `LossCheck.resume` compares with it.
 _TAKEN = "taken as a mean over samples, because the check of the first step has found that it is one"
 _HOLDS = "as declared, confirmed by the check of the first step"
-_ALIKE = ", on samples with equal counts"
 _OTHERWISE = "If this is a false alarm, Engine(check_loss=False) skips the check."
-_MOST_LETTERS = 200
+_MAX_LETTERS = 200
 _NOT_LAST = Turn(first=False, last=False)
 
 
-class BareLoss:
-    """A loss function without a declaration; if the check finds a mean over samples, it returns a sum and a count."""
+class UndeclaredLoss:
+    """A loss function without a declaration.
+
+    If the check finds that it returns a mean over samples (`is_mean`), calls return a sum and a count.
+    """
 
     def __init__(self, function: LossFunction, *, is_mean: bool = False) -> None:
         self.function = self.__wrapped__ = function
         self.is_mean = is_mean
 
     def __call__(self, model: Any, batch: Batch) -> Any:  # noqa: ANN401 (the user's model and loss)
-        """Call the function; after `is_mean` is set, convert one number to a sum and a count."""
+        """Call the function; if `is_mean`, convert a scalar to a sum and a count."""
         value = self.function(model, batch)
         if self.is_mean and isinstance(value, torch.Tensor) and not value.dim():
             number = count_samples(batch)
@@ -59,8 +61,8 @@ class BareLoss:
 class LossCheck:
     """Compares a loss with its declaration in the first step, and again in steps 4, 8 and 16.
 
-    Each rank checks samples of its share, and all ranks reach the same verdict. In lockstep, all ranks run the same
-    samples, and agree on every number that decides whether another run follows.
+    Each rank checks samples of its share, and all ranks get the same verdict. With a strategy that runs ranks in
+    lockstep, all ranks run the same samples, and exchange every number on which further runs depend.
     """
 
     declared: Loss
@@ -70,26 +72,26 @@ class LossCheck:
     _: KW_ONLY
     strategy: Strategy
     prepared: Prepared
-    decisions: Decisions
+    decisions: dict[str, str]
     notifier: Notifier
     enabled: bool
 
     def __post_init__(self) -> None:
         declared = self.declared
-        self._bare = BareLoss(declared.function) if declared.kind.brings_count and self.enabled else None
+        self._undeclared = UndeclaredLoss(declared.function) if declared.kind.returns_count and self.enabled else None
         # The loss that the loop calls.
-        self.loss = declared if self._bare is None else dataclasses.replace(declared, function=self._bare)
+        self.loss = declared if self._undeclared is None else dataclasses.replace(declared, function=self._undeclared)
         self.lockstep = self.strategy.capabilities.lockstep
-        # Set only together with the common verdict, since a rank may fail before.
+        # The step of the newest check; set only when all ranks have the verdict, since a rank may fail before.
         self._newest: int | None = None
         self._is_settled = False
         self._undecided = ""
 
     def provisional(self, context: LoopContext) -> LoopContext:
-        """Return a context for size trials before the check; a bare function's number counts as a mean."""
-        if self._bare is None:
+        """Return a context for size trials before the check, in which an undeclared loss that is a scalar is a mean."""
+        if self._undeclared is None:
             return context
-        loss = dataclasses.replace(self.declared, function=BareLoss(self.declared.function, is_mean=True))
+        loss = dataclasses.replace(self.declared, function=UndeclaredLoss(self.declared.function, is_mean=True))
         return dataclasses.replace(context, loss=loss)
 
     def is_due(self, step: int) -> bool:
@@ -101,44 +103,40 @@ class LossCheck:
         return not self.enabled or (self._newest is not None and step >= max(_AGAIN))
 
     def warn_if_undecided(self) -> None:
-        """Warn once that the loss could not be checked; called after the step, so that user errors come first."""
+        """Warn once if the loss could not be checked; called after the step, so that errors of the step come first."""
         if self._undecided:
             self.notifier.warn(
                 "loss_not_checked",
                 f"the loss could not be compared with its declaration: {self._undecided}. The declaration is used "
-                "unchecked. Compare one batch with ab.check(model, loss, batch), or pass Engine(check_loss=False) to "
-                "silence this warning.",
+                "without a check. Compare one batch with ab.check(model, loss, batch), or pass "
+                "Engine(check_loss=False) to silence this warning.",
             )
         self._undecided = ""
 
     def resume(self, decisions: Mapping[str, str]) -> None:
-        """Restore the result of the check: a bare function that was a mean over samples is still one."""
-        if self._bare is not None and decisions.get("loss") == _TAKEN:
-            self._bare.is_mean = True
+        """Restore the result of the check: an undeclared loss that was a mean over samples is still a mean."""
+        if self._undeclared is not None and decisions.get("loss") == _TAKEN:
+            self._undeclared.is_mean = True
             self._is_settled = True
 
     def check_declaration(
         self, planned: PlannedBatch, autocast: Callable[[], AbstractContextManager[object]], step: int
     ) -> None:
-        """Check the loss on a few samples of the effective batch, without consuming it.
-
-        Raises:
-            LossError: on every rank: the loss does not match its declaration, or is one number without a declaration.
-            RankFailedError: another rank failed.
-        """
+        """Check the loss on a few samples of the effective batch, which the step can still load and run."""
         source = self._source(planned)
         if self.lockstep and not planned.picks_any:
             source = self._shared_source(source)
-        most = max((unit.num_samples for share in planned.plan.shares for unit in share), default=0)
-        # In lockstep, out of memory ends the run, so the check runs at most the samples of a micro-batch, or two.
-        max_samples = min(MAX_SAMPLES, max(2 if self.lockstep else FEW_SAMPLES, most))
+        largest = max((unit.num_samples for share in planned.plan.shares for unit in share), default=0)
+        # In lockstep an out-of-memory error ends the run, so the check runs only as many samples as a micro-batch has
+        # (at least two).
+        max_samples = min(MAX_SAMPLES, max(2 if self.lockstep else FEW_SAMPLES, largest))
         verdicts = self.world.run_on_all_ranks(lambda: self._verdict(source, autocast, max_samples))
         is_cut = sum(map(len, planned.plan.shares)) > 1
         self._newest, self._undecided = step, ""
-        self._take(verdicts, is_cut=is_cut)
+        self._combine(verdicts, is_cut=is_cut)
 
     def runs(self, autocast: Callable[[], AbstractContextManager[object]], generators: SeededGenerators) -> LossRuns:
-        """Return an object that runs the loss on pieces, to compare their gradients."""
+        """Return an object that runs the loss on pieces (parts of a few samples), to compare their gradients."""
         names, parameters = list(self.prepared.parameters), list(self.prepared.parameters.values())
         leaves_of = (self.lockstep and self.prepared.gradient_leaves) or (lambda: parameters)
         parts = LossParts(
@@ -166,35 +164,33 @@ class LossCheck:
             share = tuple(itertools.chain.from_iterable(planned.plan.shares))
         units = [range(unit.start, unit.stop) for unit in share if unit.weight]
         return SampleSource(
-            places=list(itertools.chain.from_iterable(units)),
+            positions=list(itertools.chain.from_iterable(units)),
             pick=planned.pick,
-            num_candidates=_LOADED_CANDIDATES if planned.picks_any else _CANDIDATES,
-            # Not in lockstep: the first two micro-batches in one piece may not fit, which would end the run.
+            num_candidates=_NUM_LOADED_CANDIDATES if planned.picks_any else _NUM_CANDIDATES,
+            # None in lockstep: the first two micro-batches in one piece may not fit, which would end the run.
             real_units=() if self.lockstep else units,
             reads_again=planned.picks_any,
         )
 
     def _shared_source(self, source: SampleSource) -> SampleSource:
-        """Return samples of one rank, the same on all ranks, if each rank has its share only."""
+        """Return the samples of one rank to all ranks, if each rank has only its share."""
 
         def few() -> Batch:
-            if len(source.places) < 2:  # noqa: PLR2004 (a single sample cannot be cut)
+            if len(source.positions) < 2:  # noqa: PLR2004 (a single sample cannot be cut)
                 return None
-            try:
-                return next(source.pick([choose(self.declared, source, MAX_SAMPLES)[0]]))
-            except Exception:  # noqa: BLE001 (a user's batch class may support slices but not reordering)
-                return next(source.pick([source.places[:MAX_SAMPLES]]))
+            return next(source.pick([choose(self.declared, source, MAX_SAMPLES)[0]]))
 
         shared = next((batch for batch in self.world.run_on_all_ranks(few) if batch is not None), None)
         batch, number = (None, 0) if shared is None else read_samples(shared)
-        return SampleSource(range(number), functools.partial(picked, batch), _CANDIDATES)
+        return SampleSource(range(number), functools.partial(select_each, batch), _NUM_CANDIDATES)
 
     def _verdict(
         self, source: SampleSource, autocast: Callable[[], AbstractContextManager[object]], max_samples: int
     ) -> Verdict:
-        agree = self._largest if self.lockstep else (lambda number: number)
+        # In lockstep, all ranks use the largest of their numbers.
+        agree = (lambda number: max(self.world.gather_objects(number))) if self.lockstep else (lambda number: number)
         functions = self.declared.functions.values()
-        # Layers that wait for other ranks would hang, since other ranks may not run any sample.
+        # Layers that wait for other ranks would hang, since the other ranks may have no samples to run.
         synchronised = [m for m in self.modules.modules() if isinstance(m, nn.SyncBatchNorm) and m.training]
         for module in synchronised:
             module.training = False
@@ -203,137 +199,109 @@ class LossCheck:
                 runs = self.runs(autocast, generators)
                 return self._described(runs, judge(runs, source, max_samples=max_samples, agree=agree))
         except torch.OutOfMemoryError:
-            pass
+            return Verdict(kind="undecided", reason="it ran out of memory")
         except Exception as error:  # noqa: BLE001 (the step itself raises errors of the batch)
-            return Verdict(kind="undecided", reason=f"{type(error).__name__}: {error}"[:_MOST_LETTERS])
+            return Verdict(kind="undecided", reason=f"{type(error).__name__}: {error}"[:_MAX_LETTERS])
         finally:
             for module in synchronised:
                 module.training = True
             if self.lockstep:  # after an error, sharded modules may still be gathered
                 self.strategy.clear_gradients()
-        if self.world.device.type == "cuda":  # outside the handler, after the failed frames are freed
-            torch.cuda.empty_cache()
-        return Verdict(kind="undecided", reason="it ran out of memory")
-
-    def _largest(self, number: float) -> float:
-        largest: float = max(self.world.gather_objects(number))
-        return largest
 
     def _described(self, runs: LossRuns, verdict: Verdict) -> Verdict:
-        """Return the verdict to send to the other ranks, without samples, and with the error's message if broken."""
+        """Return the verdict to send to other ranks: without samples, and with the error message if it is broken."""
         sent = dataclasses.replace(verdict, pieces=(), is_scalar=runs.returned_number)
         if verdict.kind != "broken":
             return sent
-        from anybatch.engine.loss_check.diagnosis import described, diagnose  # noqa: PLC0415 (only for a wrong loss)
+        from anybatch.engine.loss_check.diagnosis import describe, diagnose  # noqa: PLC0415 (only for a wrong loss)
 
-        found = diagnose(runs, verdict, in_lockstep=self.lockstep)
-        message = described(self.declared, verdict, found, returned_number=runs.returned_number)
-        if found.cause != "form":
-            message = f"{message} {found.remedy} {_OTHERWISE}"
-        return dataclasses.replace(sent, message=message, cause=found.cause, term=found.term)
+        diagnosis = diagnose(runs, verdict, in_lockstep=self.lockstep)
+        message = describe(self.declared, verdict, diagnosis, returned_number=runs.returned_number)
+        if diagnosis.cause != "form":
+            message = f"{message} {diagnosis.remedy} {_OTHERWISE}"
+        return dataclasses.replace(sent, message=message, cause=diagnosis.cause, term=diagnosis.term)
 
-    def _take(self, verdicts: Sequence[Verdict], *, is_cut: bool) -> None:
+    def _combine(self, verdicts: Sequence[Verdict], *, is_cut: bool) -> None:
         """Combine the ranks' verdicts into one, the same on each rank."""
-        is_number = self._bare is not None and any(verdict.is_scalar for verdict in verdicts)
+        is_number = self._undeclared is not None and any(verdict.is_scalar for verdict in verdicts)
         broken = next((verdict for verdict in verdicts if verdict.kind == "broken"), None)
         if broken is not None:
             message = broken.message
             if is_number and broken.cause != "form":
                 message = f"{ONE_NUMBER} Checked on the first step: {message}"
-            # A bare function has no declared items.
+            # An undeclared loss has no items.
             unit = None if is_number or broken.term is None else self.declared.kind.terms[broken.term].items.name
             raise LossError(message, term=broken.term, unit=unit, cause=broken.cause)
-        holding = [verdict for verdict in verdicts if verdict.kind == "holds"]
         undecided = next((one for one in verdicts if one.kind == "undecided" and not one.is_harmless), None)
-        if undecided is None and holding:
-            self._hold(is_number=is_number, is_alike=all(verdict.fits_others for verdict in holding))
-            return
         if self._is_settled:
+            return
+        if undecided is None and any(verdict.kind == "holds" for verdict in verdicts):
+            self._is_settled = True
+            self.decisions["loss"] = _TAKEN if is_number else _HOLDS
+            if self._undeclared is not None and is_number:
+                self._undeclared.is_mean = True
+                self.notifier.diagnosis("loss_taken_as_mean_over_samples", f"the loss is {_TAKEN}.")
             return
         reason = verdicts[0].reason if undecided is None else undecided.reason
         if is_number:
             message = f"{ONE_NUMBER} (The check of the first step is undecided: {reason}.)"
             raise LossError(message)
-        self.decisions.add("loss", f"as declared, unchecked: {reason}")
+        self.decisions["loss"] = f"as declared, unchecked: {reason}"
         if is_cut and undecided is not None:
             self._undecided = reason
-
-    def _hold(self, *, is_number: bool, is_alike: bool) -> None:
-        if self._is_settled:
-            return
-        self._is_settled = not is_alike
-        self.decisions.add("loss", _TAKEN if is_number else _HOLDS + _ALIKE * is_alike)
-        if is_number and self._bare is not None:
-            self._bare.is_mean = True
-            self.notifier.diagnosis("loss_taken_as_mean_over_samples", f"the loss is {_TAKEN}.")
 
 
 @dataclass(eq=False, repr=False)
 class UncountedSums:
-    """Detects, once for each term, whether it returns sums, which add up even if a micro-batch has a count of 0.
+    """Detects the terms that return sums, so that a micro-batch with a count of 0 may contribute to the loss.
 
-    For example, a focal loss over anchors is divided by the number of positives, and background alone has a loss too.
-    A single forward of the first micro-batch with a count of 0 shows it, without side effects. Terms over targets are
-    not checked, since they are 0 without targets.
+    For example, a focal loss over anchors is divided by the number of positives, but background alone has a loss too.
+    One forward of the first micro-batch with a count of 0 shows this, without side effects. Terms over targets are not
+    checked, since they are 0 without targets.
     """
 
     check: LossCheck
     autocast: Callable[[], AbstractContextManager[object]]
 
     def __post_init__(self) -> None:
-        self._loss = self.check.declared
-        self._places = {
-            # By name: a declaration that was copied or unpickled has equal, not identical items.
-            name: place
-            for place, (name, term) in enumerate(self._loss.kind.terms.items())
-            if term.items.name == COUNTED.name
-        }
-        self._adds: dict[str, bool] = {}
-
-    @property
-    def names(self) -> Collection[str]:
+        terms = self.check.declared.kind.terms.items()
+        # By name, since a declaration that was copied or unpickled has equal items, but not the same objects.
+        self._unknown = {name: index for index, (name, term) in enumerate(terms) if term.items.name == COUNTED.name}
+        self.names: set[str] = set()
         """The terms known to return sums."""
-        return {name for name, adds in self._adds.items() if adds}
 
     def is_needed(self, counts: Sequence[tuple[float, ...]]) -> bool:
         """Return whether an unknown term has a count of 0 in one of these micro-batches."""
-        return any(not count[place] for place in self._unknown().values() for count in counts)
+        return any(not count[index] for index in self._unknown.values() for count in counts)
 
     def probe(self, micro_batches: Sequence[Batch], counts: Sequence[tuple[float, ...]]) -> None:
-        """Run the loss on the first micro-batch with a count of 0.
-
-        Raises:
-            LossError: it returned a finite mean there, whose weight is unknown.
-        """
-        unknown = self._unknown()
-        empty = next((n for n, count in enumerate(counts) if not all(count[p] for p in unknown.values())), 0)
+        """Run the loss on the first micro-batch with a count of 0."""
+        indices, lockstep = self._unknown, self.check.lockstep
+        empty = next((n for n, count in enumerate(counts) if not all(count[i] for i in indices.values())), 0)
         values = self._values(micro_batches[empty]) if micro_batches else {}
-        found = {
-            name: self._is_sum(name, values[name], counts[empty][place])
-            for name, place in unknown.items()
-            if name in values and (self.check.lockstep or not counts[empty][place])
+        are_sums = {
+            name: self._is_sum(name, values[name], counts[empty][index])
+            for name, index in indices.items()
+            if name in values and (lockstep or not counts[empty][index])
         }
-        if self.check.lockstep:  # ranks must agree, since the result determines how often the model runs
-            all_found = self.check.world.gather_objects(found)
-            found = {name: any(rank_found.get(name, False) for rank_found in all_found) for name in unknown}
-        self._adds.update(found)
-
-    def _unknown(self) -> dict[str, int]:
-        return {name: place for name, place in self._places.items() if name not in self._adds}
+        if lockstep:  # ranks must agree, since the result determines how often the model runs
+            on_ranks = self.check.world.gather_objects(are_sums)
+            are_sums = {name: any(on_rank.get(name, False) for on_rank in on_ranks) for name in indices}
+        self.names |= {name for name, is_sum in are_sums.items() if is_sum}
+        self._unknown = {name: index for name, index in indices.items() if name not in are_sums}
 
     def _values(self, micro_batch: Batch) -> Mapping[str, object]:
         """Return the values of the loss function by term; empty if it fails on this micro-batch."""
-        device = self.check.world.device
+        device, loss = self.check.world.device, self.check.declared
         batch = map_tensors(copied(micro_batch), lambda tensor: tensor.to(device))
         try:
-            functions = self._loss.functions.values()
-            with without_side_effects(self.check.modules, device, functions=functions), self.autocast():
-                output = self._loss.function(self.check.model, batch)
+            with without_side_effects(self.check.modules, device, functions=loss.functions.values()), self.autocast():
+                output = loss.function(self.check.model, batch)
         except Exception:  # noqa: BLE001 (the step itself raises it, if it runs the micro-batch at all)
             return {}
-        if self._loss.kind.named:
+        if loss.kind.named:
             return output if isinstance(output, Mapping) else {}
-        return dict.fromkeys(self._loss.names, output)
+        return dict.fromkeys(loss.names, output)
 
     def _is_sum(self, name: str, value: object, count: float) -> bool:
         if isinstance(value, LossSum):
@@ -343,13 +311,13 @@ class UncountedSums:
             if mean and not count and math.isfinite(mean):
                 self._refuse_mean(name, mean)
             return False
-        # A mean over nothing, multiplied by its count, is NaN too.
+        # A mean over no items, multiplied by its count of 0, is NaN too.
         return isinstance(value, torch.Tensor) and bool(torch.isfinite(value).all())
 
     def _refuse_mean(self, name: str, value: float) -> None:
         message = (
-            f"the loss function returned {value:.4g} for term {name!r} on a micro-batch with a count of 0. Its divisor "
-            "is not the count (max(count, 1)?), so its share in the loss of the effective batch is unknown. Return "
-            "ab.LossSum(total, count), with the sum before any division."
+            f"the loss function returned {value:.4g} for term {name!r} on a micro-batch without items (count 0). A "
+            "mean over no items is NaN, so it is divided by something else, such as max(count, 1), and its weight in "
+            "the effective batch is unknown. Return ab.LossSum(total, count), with the sum before any division."
         )
-        raise LossError(message, term=name, unit=self._loss.kind.terms[name].items.name, code="mean_over_nothing")
+        raise LossError(message, term=name, unit=COUNTED.name, code="mean_over_nothing")

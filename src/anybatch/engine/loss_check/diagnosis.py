@@ -1,8 +1,8 @@
-"""Finds why a declaration is broken, and the right one, with a few more runs of the same samples."""
+"""Find why a declaration is wrong, and the right declaration, with a few more runs of the same samples."""
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -11,24 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from anybatch.core.loss import Loss
-from anybatch.core.tree import tensors_of
-from anybatch.engine.loss_check.comparison import Verdict, candidates, paddings
+from anybatch.core.loss import Loss, tokens
+from anybatch.core.tree import Batch, tensors_of
+from anybatch.core.units import listed
+from anybatch.engine.loss_check.comparison import Verdict
 from anybatch.engine.loss_check.runs import Gradients, LossRuns, Piece, UndecidedError, difference
 
 Cause = Literal[
-    "count",  # it does not add up over samples
-    "form",  # of the returned value
+    "count",  # the count does not add up over samples
+    "form",  # the returned value has a wrong type or shape
     "encode",  # the encode function of ab.joint depends on other samples
-    "masked",  # samples with a count of 0 have a gradient
     "sum",
     "mean",  # over known items
     "other_items",  # a mean over items that are not in the batch
     "no_count",  # the divisor does not count items
-    "inputs",  # mixed before the model runs
-    "module",  # samples interact inside one
+    "inputs",  # samples are mixed before the model runs
+    "module",  # samples interact inside a module
     "broadcast",
-    "backward",
     "joint",  # samples interact in the loss
     "unknown",
 ]
@@ -36,16 +35,19 @@ Cause = Literal[
 _FITS = {torch.float64: 1e-6}
 _FITS_NARROW = 2e-3
 _CLEARLY = 50.0
-_LEAST_DIFFERENCE = 2e-4
+_MIN_DIFFERENCE = 2e-4
 _SHARES_SHOWN = 3
+_IGNORED = -100
+_TARGETS = ("label", "target")
+_MAX_PADDINGS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The fault of a declaration and its remedy, in sentences; `where` names the module, or the model's inputs."""
+    """The fault of a declaration and its remedy, in sentences; `where` is the module's name, or the model's inputs."""
 
     cause: Cause
-    says: str
+    fault: str
     remedy: str
     term: str | None = None
     where: str = ""
@@ -59,14 +61,14 @@ _BEFOREHAND = (
 
 
 def diagnose(runs: LossRuns, verdict: Verdict, *, in_lockstep: bool = False) -> Diagnosis:
-    """Return why a declaration is broken."""
+    """Return the fault of a declaration for which the check has found a broken verdict."""
     loss = runs.parts.loss
     if verdict.counts is not None:
         name, count, total = verdict.counts
         return Diagnosis(
             "count",
             f"the count of term {name!r} does not add up over samples: {count:g} for {verdict.full.num_samples} "
-            f"samples in one piece, and {total:g} for pieces of {in_words(verdict.sizes)} together.",
+            f"samples in one piece, and {total:g} for pieces of {listed(verdict.sizes)} together.",
             "Return a sum over samples, such as the number of targets: len of a dict counts its keys, and clamp(min=1) "
             "counts items that do not exist. With counts of 0, return ab.LossSum(total, count) from the loss.",
             name,
@@ -81,47 +83,37 @@ def diagnose(runs: LossRuns, verdict: Verdict, *, in_lockstep: bool = False) -> 
             "attention between samples) into the loss function.",
         )
     term = _broken_term(runs, verdict)
-    try:
-        with _only(runs, term):
-            try:
-                with nullcontext() if runs.narrowest in _FITS else runs.widened():
-                    found = _explained(runs, verdict, in_lockstep=in_lockstep)
-            except Exception:  # noqa: BLE001 (not every model runs in float64)
-                found = _explained(runs, verdict, in_lockstep=in_lockstep)
-    except Exception:  # noqa: BLE001 (an error in further runs does not change the verdict)
-        found = _unknown()
-    return dataclasses.replace(found, term=term)
+    for precision in (runs.widened, nullcontext):  # not every model runs in float64
+        # If further runs fail, the verdict is still correct.
+        with suppress(Exception), _only(runs, term), precision():
+            return dataclasses.replace(_explained(runs, verdict, in_lockstep=in_lockstep), term=term)
+    return dataclasses.replace(_UNKNOWN, term=term)
 
 
-def described(loss: Loss, verdict: Verdict, found: Diagnosis, *, returned_number: bool = False) -> str:
-    """Return a broken verdict and its diagnosis as a message, without the remedy."""
-    if found.cause in ("form", "count"):
-        return found.says
-    term = loss.names[0] if found.term is None else found.term
+def describe(loss: Loss, verdict: Verdict, diagnosis: Diagnosis, *, returned_number: bool = False) -> str:
+    """Return the error message for a broken verdict and its diagnosis, without the remedy."""
+    if diagnosis.cause in ("form", "count"):
+        return diagnosis.fault
+    term = loss.names[0] if diagnosis.term is None else diagnosis.term
     what = f"term {term!r} of the loss" if loss.kind.named else "the loss"
     items = loss.kind.terms[term]
-    kind = "a sum with its count" if loss.kind.brings_count and not returned_number else f"a {items}"
-    declared = f"{what} is {'taken' if loss.kind.brings_count else 'declared'} as {kind}, but {found.says}"
+    kind = "a sum with its count" if loss.kind.returns_count and not returned_number else f"a {items}"
+    declared = f"{what} is {'taken' if loss.kind.returns_count else 'declared'} as {kind}, but {diagnosis.fault}"
     if loss.kind.encode is not None:
-        declared = found.says
+        declared = diagnosis.fault
     return (
         f"{declared} Check: {verdict.full.num_samples} samples in one piece and in pieces of "
-        f"{in_words(verdict.sizes)} give gradients that differ by {verdict.error:.2g} (relative norm, parameter "
+        f"{listed(verdict.sizes)} give gradients that differ by {verdict.error:.2g} (relative norm, parameter "
         f"{verdict.parameter!r}; rounding: below {verdict.tolerance:g})."
     )
 
 
-def in_words(sizes: Sequence[int]) -> str:
-    """Return sizes as `1, 2 and 3`."""
-    return " and ".join(filter(None, [", ".join(map(str, sizes[:-1])), str(sizes[-1])]))
-
-
 def _broken_term(runs: LossRuns, verdict: Verdict) -> str | None:
-    """Return the term that differs most if all others have a weight of 0."""
+    """Return the term whose gradients differ most if all other terms have a weight of 0; None if no term's differ."""
     names = runs.parts.loss.names
     if len(names) == 1:
         return names[0]
-    worst: tuple[float, str | None] = (_LEAST_DIFFERENCE, None)
+    worst: tuple[float, str | None] = (_MIN_DIFFERENCE, None)
     for name in names:
         with _only(runs, name), suppress(UndecidedError):
             full = runs.gradient([verdict.full], is_full=True)
@@ -132,10 +124,10 @@ def _broken_term(runs: LossRuns, verdict: Verdict) -> str | None:
 
 @contextmanager
 def _only(runs: LossRuns, name: str | None) -> Iterator[None]:
-    """Set the weights of all terms but one to 0 temporarily."""
+    """Within the context, set the weights of all terms except `name` to 0; None changes nothing."""
     before = runs.parts
     if name is not None and len(before.loss.names) > 1:
-        kind: Any = before.loss.kind
+        kind = before.loss.kind
         terms = {key: dataclasses.replace(term, weight=float(key == name)) for key, term in kind.terms.items()}
         loss = dataclasses.replace(before.loss, kind=dataclasses.replace(kind, terms=terms))
         runs.parts = dataclasses.replace(before, loss=loss)
@@ -146,98 +138,45 @@ def _only(runs: LossRuns, name: str | None) -> Iterator[None]:
 
 
 def _explained(runs: LossRuns, verdict: Verdict, *, in_lockstep: bool) -> Diagnosis:
-    fits = _FITS.get(runs.narrowest, _FITS_NARROW)
-    full, pieces = verdict.full, list(verdict.pieces[1:])
-    whole = runs.gradient([full], is_full=True)
-    value = runs.value
-    runs.gradient(pieces)
-    value_adds_up = abs(runs.value - value) <= fits * max(abs(value), 1e-12)
-    parts = list(filter(None, (_of_piece(runs, piece) for piece in pieces)))
-    found: Diagnosis | None = None
-    if len(parts) == len(pieces):
-        found = _mean(runs, full, pieces, _Parts(*_flat(whole, parts), fits))
-    if in_lockstep:
-        return found or _unknown()
-    if found is None or found.cause not in ("sum", "mean"):
-        found = _masked(runs, pieces) or found
-    if found is None or found.cause not in ("sum", "mean", "masked"):
-        with BroadcastWatch(full.num_samples) as watch:
-            runs.plain_gradient(full)
-        if watch.found:
-            found = Diagnosis(
-                "broadcast",
-                f"samples are mixed by broadcasting. {watch.found}.",
-                "Give both the same shape: squeeze(1), or targets of shape (n, 1). If the loss compares samples on "
-                f"purpose: {_begun_small(_JOINT)}",
-            )
-    found = found or _first_difference(runs, full, pieces)
-    if found is None and value_adds_up:
-        return Diagnosis(
-            "backward",
-            "its values add up but its gradients do not: an autograd function combines all samples, or adds a term to "
-            "the gradient.",
-            "Return that term with the loss, as a term of ab.sum_of, and let backward functions process each sample "
-            "independently.",
-        )
-    if found is None and _samples_interact(runs, full):
-        return Diagnosis("joint", "the gradient of one sample's output depends on the other samples' outputs.", _JOINT)
-    return found or _unknown()
-
-
-def _unknown() -> Diagnosis:
-    joint, beforehand = _begun_small(_JOINT), _begun_small(_BEFOREHAND)
-    return Diagnosis(
-        "unknown",
-        "its pieces add up with no count: it has terms with different divisors, or weights that are computed over the "
-        "batch.",
-        "Return terms by name and declare ab.sum_of(loss, one=..., other=...). For weights or advantages of the batch: "
-        f"{beforehand} If samples are compared with each other: {joint}",
+    mean = None
+    with suppress(UndecidedError):
+        mean = _mean(runs, verdict)
+    if in_lockstep or (mean is not None and mean.cause in ("sum", "mean")):
+        return mean or _UNKNOWN
+    return (
+        _broadcast(runs, verdict.full)
+        or mean
+        or _first_difference(runs, verdict)
+        or _interaction(runs, verdict.full)
+        or _UNKNOWN
     )
 
 
-def _begun_small(sentence: str) -> str:
+def _with_small_initial(sentence: str) -> str:
     return sentence[0].lower() + sentence[1:]
 
 
-def _of_piece(runs: LossRuns, piece: Piece) -> Gradients | None:
-    """Return the gradient of one piece, even if its declared count is 0; None if it is not finite."""
-    if any(runs.counts(piece)) or runs.parts.loss.kind.named:
-        return runs.gradient([piece]) if any(runs.counts(piece)) else None
-    with suppress(UndecidedError):
-        return runs.plain_gradient(piece)
-    return None
+_UNKNOWN = Diagnosis(
+    "unknown",
+    "no count makes its parts add up: it has terms with different divisors, or weights that are computed over the "
+    "batch.",
+    "Return terms by name and declare ab.sum_of(loss, one=..., other=...). For weights or advantages of the batch: "
+    f"{_with_small_initial(_BEFOREHAND)} If samples are compared with each other: {_with_small_initial(_JOINT)}",
+)
 
 
-def _masked(runs: LossRuns, pieces: Sequence[Piece]) -> Diagnosis | None:
-    """Return a diagnosis if a piece with a count of 0 has a finite gradient: its mean had another divisor."""
-    empty = next((piece for piece in pieces if not all(runs.counts(piece))), None)
-    if empty is None or runs.parts.loss.kind.brings_count or runs.parts.loss.kind.named:
-        return None
-    with suppress(UndecidedError):
-        if any(gradient is not None and bool(gradient.any()) for gradient in runs.plain_gradient(empty)):
-            return Diagnosis(
-                "masked",
-                "samples with a count of 0 have a gradient.",
-                "Return ab.LossSum(total, count), without clamping the count.",
-            )
-    return None
-
-
-def _flat(whole: Gradients, parts: Sequence[Gradients]) -> tuple[Tensor, Tensor]:
-    """Return the whole gradient as one vector, and the gradients of the parts as columns."""
-    shapes = [next((one for one in column if one is not None), None) for column in zip(whole, *parts, strict=True)]
-
-    def flat(gradients: Gradients) -> Tensor:
-        rows = zip(gradients, shapes, strict=True)
-        return torch.cat(
-            [(torch.zeros_like(s) if g is None else g).flatten().double() for g, s in rows if s is not None]
-        )
-
-    return flat(whole), torch.stack([flat(part) for part in parts], 1)
+def _columns(gradients: Iterable[Gradients]) -> Tensor:
+    """Return gradients as the columns of a matrix, with zeros for missing gradients."""
+    rows = []
+    for column in zip(*gradients, strict=True):
+        like = next((one for one in column if one is not None), None)
+        if like is not None:
+            rows.append(torch.stack([(torch.zeros_like(like) if g is None else g).flatten() for g in column], 1))
+    return torch.cat(rows).double()
 
 
 class _Parts(NamedTuple):
-    """The whole gradient, the gradients of its pieces as columns, and the relative residual due to rounding."""
+    """The gradient of all samples, the pieces' gradients as columns, and the relative error that rounding may cause."""
 
     whole: Tensor
     table: Tensor
@@ -248,130 +187,155 @@ class _Parts(NamedTuple):
         total = self.table @ torch.tensor(factors, dtype=self.table.dtype, device=self.table.device)
         return float((total - self.whole).norm()) <= within * self.fits * float(self.whole.norm())
 
-    @property
-    def factors(self) -> list[float]:
-        """Factors with which the pieces add up; empty if none fit, or if any would fit for lack of equations."""
-        if self.table.shape[0] <= self.table.shape[1]:
-            return []
-        factors: list[float] = torch.linalg.lstsq(self.table, self.whole[:, None]).solution[:, 0].tolist()
-        return factors if self.add_up(factors, within=1.0) else []
 
-
-def _mean(runs: LossRuns, full: Piece, pieces: Sequence[Piece], parts: _Parts) -> Diagnosis | None:
-    """Return the items of the mean, from the factors of the pieces; None if they match the declaration."""
-    loss = runs.parts.loss
-    sizes = [piece.num_samples for piece in pieces]
+def _mean(runs: LossRuns, verdict: Verdict) -> Diagnosis | None:
+    """Return which items the loss is a mean over, from the weights with which pieces add up; None if as declared."""
+    loss, pieces, sizes = runs.parts.loss, verdict.pieces[1:], verdict.sizes
+    whole = runs.gradient(verdict.pieces[:1], is_full=True)
+    # A piece with a count of 0 may have other items, over which the loss may be a mean.
+    parted = [runs.gradient([piece]) if any(runs.counts(piece)) else runs.plain_gradient(piece) for piece in pieces]
+    columns = _columns([whole, *parted])
+    parts = _Parts(columns[:, 0], columns[:, 1:], _FITS.get(runs.narrowest, _FITS_NARROW))
     term = next(name for name, one in loss.kind.terms.items() if one.weight)
     counts = [runs.counts(piece)[loss.names.index(term)] for piece in pieces]
-    declared = [1.0 if loss.kind.terms[term].is_sum else one / (sum(counts) or 1.0) for one in counts]
-    if not loss.kind.brings_count and parts.add_up(declared):
+    declared = [1.0 if loss.kind.terms[term].is_sum else count / (sum(counts) or 1.0) for count in counts]
+    if not loss.kind.returns_count and parts.add_up(declared):
         return None
     if parts.add_up([1.0] * len(pieces)):
-        if loss.kind.brings_count:
-            return Diagnosis("no_count", "its sums add up but its counts do not.", "Return how many items were added.")
+        if loss.kind.returns_count:
+            return Diagnosis(
+                "no_count", "its sums add up but its counts do not.", "Return the number of items that were summed."
+            )
         return Diagnosis(
             "sum",
             "it behaves like a sum: it adds up over samples and does not average.",
             "Return the mean, or ab.LossSum(total, count); declare ab.sum_over_samples(loss) if the sum is meant.",
         )
-    offered = candidates(full.batch, full.num_samples) | paddings(full.batch, full.num_samples)
-    for name, each in {**offered, **_weights(full.batch)}.items():
+    for declaration, each in _candidates(verdict.full, term if loss.kind.named else None):
         ends = itertools.accumulate(sizes, initial=0)
-        sums = [sum(each[start:stop]) for start, stop in itertools.pairwise(ends)] if len(each) == sum(sizes) else []
+        sums = [sum(each[start:stop]) for start, stop in itertools.pairwise(ends)]
         if any(sums) and parts.add_up([one / sum(sums) for one in sums]):
-            over, declaration = _declaration(name, term, named=loss.kind.named)
-            return Diagnosis("mean", f"it is a mean over {over}.", f"Declare {declaration}.")
-    return _other_mean(term, sizes, parts, named=loss.kind.named) if parts.factors else None
+            return Diagnosis("mean", "it is a mean over other items.", f"Declare {declaration}.")
+    return _other_mean(parts, sizes, declared, term if loss.kind.named else None)
 
 
-def _other_mean(term: str, sizes: Sequence[int], parts: _Parts, *, named: bool) -> Diagnosis:
-    """Return the diagnosis of a mean over unknown items, or of a divisor that does not count items."""
-    shares, close_to = parts.factors, parts.fits * _CLEARLY
-    shown = ", ".join(f"{share:.3g}" for share in shares[:_SHARES_SHOWN])
-    if abs(sum(shares) - 1.0) < close_to and min(shares) > -close_to:
-        call = "count=lambda batch: class_weights[batch['label']].sum()"
-        return Diagnosis(
-            "other_items",
-            f"it is a mean over something else (class weights?): pieces of {in_words(sizes)} samples have the shares "
-            f"{shown}.",
-            f"Declare {f'{term}=ab.counted({call})' if named else f'ab.mean_over(loss, {call})'}, with its divisor as "
-            "the count.",
-        )
-    return Diagnosis(
-        "no_count",
-        f"it is divided by something that does not count items: pieces of {in_words(sizes)} samples add up with the "
-        f"factors {shown}.",
-        "Return ab.LossSum(total, count), the sum before any division and the number of its items.",
-    )
+def _other_mean(parts: _Parts, sizes: Sequence[int], declared: Sequence[float], term: str | None) -> Diagnosis | None:
+    """Return the diagnosis of a mean over unknown items; None if the pieces do not add up with any weights."""
+    if parts.table.shape[0] <= parts.table.shape[1]:  # too few equations to determine the weights
+        return None
+    shares: list[float] = torch.linalg.lstsq(parts.table, parts.whole[:, None]).solution[:, 0].tolist()
+    if not parts.add_up(shares, within=1.0):
+        return None
+    shown, expected = (", ".join(f"{one:.3g}" for one in some[:_SHARES_SHOWN]) for some in (shares, declared))
+    fault = f"it has another divisor: pieces of {listed(sizes)} samples have the weights {shown} instead of {expected}."
+    if abs(sum(shares) - 1.0) < _CLEARLY * parts.fits:
+        counted = _declaration("counted", "count=lambda batch: class_weights[batch['label']].sum()", term)
+        return Diagnosis("other_items", fault, f"Declare {counted}, with its divisor (class weights?) as the count.")
+    remedy = "Return ab.LossSum(total, count), the sum before any division and the number of its items."
+    return Diagnosis("no_count", fault, remedy)
 
 
-def _declaration(name: str, term: str, *, named: bool) -> tuple[str, str]:
-    """Return the items of a candidate, and their declaration."""
-    if name == "samples":
-        return "samples", f"{term}=ab.samples()" if named else "ab.mean_over_samples(loss)"
-    if name.startswith("count="):
-        return "a count from a tensor of the batch", (
-            f"{term}=ab.counted({name})" if named else f"ab.mean_over(loss, {name})"
-        )
-    ignored = name.partition("ignore_index=")[2].partition(",")[0] or "-100"
-    declared = f"{term}=ab.tokens({name})" if named else f"ab.mean_over_tokens(loss, {name})"
-    return f"the targets that are not {ignored} ({name.rpartition(', ')[2]})", declared
+def _candidates(full: Piece, term: str | None) -> Iterator[tuple[str, list[float]]]:
+    """Yield possible declarations with their counts of the samples: samples, targets, a mask, or weights."""
+    yield _declaration("samples", "", term), [1.0] * full.num_samples
+    named = [(name, one) for name, one in _named_tensors(full.batch) if one.dim() and len(one) == full.num_samples]
+    labels = [(name, one) for name, one in named if one.dim() > 1 and one.dtype in (torch.int64, torch.int32)]
+    # Tensors with a name like "labels" first, since other tensors may have the same number of items.
+    labels.sort(key=lambda item: not any(word in item[0].lower() for word in _TARGETS))
+    for name, value in labels:
+        yield from _targets(name, value, _IGNORED, term)
+    for name, value in named:
+        is_mask = ((value >= 0) & (value.is_floating_point() | (value <= 1))).all()
+        if isinstance(full.batch, Mapping) and is_mask:
+            count = f"count=lambda batch: batch[{name}].sum()"
+            yield _declaration("counted", count, term), [float(row.sum()) for row in value.split(1)]
+    for name, value in labels:
+        values, times = value.unique(return_counts=True)
+        # The padding token is usually 0, the largest id, or a frequent id.
+        frequent = values[times.argsort(descending=True)[:_MAX_PADDINGS]].tolist()
+        for ignored in dict.fromkeys((0, int(values.max()), *frequent)):
+            yield from _targets(name, value, ignored, term)
 
 
-def _weights(batch: Any) -> dict[str, list[float]]:  # noqa: ANN401 (any nested batch)
-    """Return the tensors of the batch that may be weights of its samples."""
-    weights = {}
-    for name, value in batch.items() if isinstance(batch, Mapping) else ():
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 1 and bool((value >= 0).all()):
-            weights[f"count=lambda batch: batch[{name!r}].sum()"] = value.tolist()
-    return weights
+def _targets(name: str, labels: Tensor, ignored: int, term: str | None) -> Iterator[tuple[str, list[float]]]:
+    """Yield declarations of a mean over targets that are not ignored, with and without a shift, and their counts."""
+    other = f"ignore_index={ignored}, " if ignored != _IGNORED else ""
+    for shift in (True, False):
+        count = tokens(lambda row: row, shift=shift, ignore_index=ignored).count
+        assert count is not None
+        arguments = f"labels={name}, {other}shift={shift}"
+        yield _declaration("tokens", arguments, term), [float(count(row)) for row in labels.split(1)]
 
 
-Seen = list[tuple[str, list[Tensor], list[Tensor]]]
-"""Calls of modules: name, inputs and outputs."""
+def _named_tensors(batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors at the top level of a batch, each with the text for it in a declaration."""
+    if isinstance(batch, Mapping):
+        named = {repr(key): value for key, value in batch.items()}
+    elif dataclasses.is_dataclass(batch):
+        named = {repr(field.name): getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    elif isinstance(batch, (tuple, list)):
+        named = {f"lambda batch: batch[{index}]": value for index, value in enumerate(batch)}
+    else:
+        named = {}
+    yield from ((name, value) for name, value in named.items() if isinstance(value, Tensor))
 
 
-def _first_difference(runs: LossRuns, full: Piece, pieces: Sequence[Piece]) -> Diagnosis | None:
-    """Return the first module whose outputs, or inputs, for some samples depend on the other samples."""
-    whole, stop = _calls(runs, full), full.num_samples
-    for piece in reversed(pieces):  # the last piece is the largest
+def _declaration(items: Literal["samples", "tokens", "counted"], arguments: str, term: str | None) -> str:
+    """Return a declaration of a loss, or of one of its terms."""
+    if term is not None:
+        return f"{term}=ab.{items}({arguments})"
+    alone = {"samples": "mean_over_samples", "tokens": "mean_over_tokens", "counted": "mean_over"}[items]
+    return f"ab.{alone}({', '.join(filter(None, ('loss', arguments)))})"
+
+
+class _Call(NamedTuple):
+    """A call of a module: its name and type, and its floating-point inputs and outputs."""
+
+    name: str
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+def _first_difference(runs: LossRuns, verdict: Verdict) -> Diagnosis | None:
+    """Return the diagnosis for the first module whose inputs or outputs for some samples depend on other samples."""
+    whole, stop = _calls(runs, verdict.full), verdict.full.num_samples
+    for piece in reversed(verdict.pieces[1:]):  # the last piece is the largest
         part, rows = _calls(runs, piece), range(stop - piece.num_samples, stop)
         stop = rows.start
-        if [name for name, *_ in whole] != [name for name, *_ in part]:
+        if [call.name for call in whole] != [call.name for call in part]:
             continue
-        for number, ((name, given, returned), (_, given_part, returned_part)) in enumerate(
-            zip(whole, part, strict=True)
-        ):
-            if not _are_rows(given, given_part, full.num_samples, rows):
+        for number, (full_call, part_call) in enumerate(zip(whole, part, strict=True)):
+            if not _agree(full_call.inputs, part_call.inputs, verdict.full.num_samples, rows):
                 if number:  # later modules, such as the experts of a mixture, may get rows in another order
                     break
                 return Diagnosis(
                     "inputs",
                     "the inputs of the model for one sample depend on the other samples: they are mixed or scaled "
-                    f"before {name} runs.",
+                    f"before {full_call.name} runs.",
                     f"Use constants of the data set, or values of each sample. {_BEFOREHAND}",
                     where="inputs of the model",
                 )
-            if not _are_rows(returned, returned_part, full.num_samples, rows):
+            if not _agree(full_call.outputs, part_call.outputs, verdict.full.num_samples, rows):
                 return Diagnosis(
                     "module",
-                    f"samples interact inside {name}: its output for one sample depends on the others.",
+                    f"samples interact inside {full_call.name}: its output for one sample depends on other samples.",
                     "Let the module process each sample independently, or move the step across samples into the loss: "
-                    f"{_begun_small(_JOINT)}",
-                    where=name.partition(" ")[0],
+                    f"{_with_small_initial(_JOINT)}",
+                    where=full_call.name.partition(" ")[0],
                 )
     return None
 
 
-def _calls(runs: LossRuns, piece: Piece) -> Seen:
-    calls: Seen = []
+def _calls(runs: LossRuns, piece: Piece) -> list[_Call]:
+    calls: list[_Call] = []
 
     def note(name: str) -> Callable[..., None]:
-        return lambda _, args, kwargs, output: calls.append((name, _tensors((args, kwargs)), _tensors(output)))
+        return lambda _, args, kwargs, output: calls.append(_Call(name, _tensors((args, kwargs)), _tensors(output)))
 
+    modules = runs.parts.modules.named_modules()
     hooks = [
         module.register_forward_hook(note(f"{name or 'the model'} ({type(module).__name__})"), with_kwargs=True)
-        for name, module in runs.parts.modules.named_modules()
+        for name, module in modules
         if not isinstance(module, (nn.ModuleList, nn.ModuleDict))
     ]
     try:
@@ -388,57 +352,69 @@ def _tensors(values: Any) -> list[Tensor]:  # noqa: ANN401 (inputs or outputs of
     return []
 
 
-def _are_rows(whole: Sequence[Tensor], part: Sequence[Tensor], number: int, rows: range) -> bool:
-    return all(_is_part(a, b, number, rows) for a, b in zip(whole, part, strict=False))
+def _agree(whole: Sequence[Tensor], part: Sequence[Tensor], number: int, rows: range) -> bool:
+    """Return whether each tensor of a part has the values of these rows of the whole, or no sample axis."""
+    return all(_is_part(one, other, number, rows) for one, other in zip(whole, part, strict=False))
 
 
 def _is_part(whole: Tensor, part: Tensor, number: int, rows: range) -> bool:
-    """Return whether `part` has these samples of `whole`, or the tensors have no sample axis."""
-    size = len(rows)
-    if whole.dim() != part.dim() or whole.shape == part.shape or not part.numel():
+    if not whole.dim() or not part.numel() or len(whole) * len(rows) != len(part) * number or len(whole) % number:
         return True
-    axis = next((a for a in range(whole.dim()) if whole.shape[a] * size == part.shape[a] * number), None)
-    if axis is None or whole.shape[axis] % number:
-        return True
-    each = whole.shape[axis] // number
-    stacked = whole.unflatten(axis, (each, number)).narrow(axis + 1, rows.start, size).flatten(axis, axis + 1)
-    layouts = (whole.narrow(axis, rows.start * each, size * each), stacked)
+    each = len(whole) // number
+    # If each sample has several rows, these may be consecutive, or all first rows come before all second rows.
+    layouts = whole.unflatten(0, (number, each))[rows.start : rows.stop], whole.unflatten(0, (each, number))[:, rows]
     scale = 1e-3 * float(part.abs().max()) + 1e-9
-    return any(layout.shape == part.shape and float((layout - part).abs().max()) <= scale for layout in layouts)
+    return any(
+        layout.numel() == part.numel() and float((layout.reshape(part.shape) - part).abs().max()) <= scale
+        for layout in layouts
+    )
 
 
-def _samples_interact(runs: LossRuns, full: Piece) -> bool:
-    """Return whether the gradient with respect to one sample's output depends on the other samples' outputs."""
+def _interaction(runs: LossRuns, full: Piece) -> Diagnosis | None:
+    """Return a diagnosis if the gradient with respect to one sample's output depends on the other samples' outputs."""
     outputs: list[Tensor] = []
     models = [runs.parts.model] if isinstance(runs.parts.model, nn.Module) else list(runs.parts.model.values())
 
     def keep(_module: Any, _given: Any, output: Any) -> None:  # noqa: ANN401 (torch's protocol)
-        found = [one for one in tensors_of(output) if one.is_floating_point() and one.dim() and one.requires_grad]
-        outputs.extend([one for one in found if one.shape[0] % full.num_samples == 0][:1])
+        tensors = [one for one in tensors_of(output) if one.is_floating_point() and one.dim() and one.requires_grad]
+        outputs.extend([one for one in tensors if one.shape[0] % full.num_samples == 0][:1])
 
     hooks = [model.register_forward_hook(keep) for model in models]
     try:
         value = runs.value_of(full)
-        slopes = torch.autograd.grad(value, outputs, create_graph=True, allow_unused=True)
-        first = [one[0].flatten() for one in slopes if one is not None]
-        projections = [
-            (one * torch.linspace(0.5, 1.5, len(one), dtype=one.dtype, device=one.device)).sum() for one in first
-        ]
-        projection = torch.stack(projections).sum()
-        curved = torch.autograd.grad(projection, outputs, allow_unused=True)
+        gradients = torch.autograd.grad(value, outputs, create_graph=True, allow_unused=True)
+        # A sum with different weights, since the elements of some gradients, such as the softmax's, add up to zero.
+        first = [one[0].flatten() for one in gradients if one is not None]
+        projections = [(one * torch.linspace(0.5, 1.5, len(one)).to(one)).sum() for one in first]
+        second = torch.autograd.grad(torch.stack(projections).sum(), outputs, allow_unused=True)
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
-        return False
+        return None
     finally:
         for hook in hooks:
             hook.remove()
-    return any(float(one[1:].abs().max()) > 1e-6 * float(one.abs().max()) > 0.0 for one in curved if one is not None)
+    if any(float(one[1:].abs().max()) > 1e-6 * float(one.abs().max()) > 0.0 for one in second if one is not None):
+        return Diagnosis("joint", "the gradient of one sample's output depends on the other samples' outputs.", _JOINT)
+    return None
+
+
+def _broadcast(runs: LossRuns, full: Piece) -> Diagnosis | None:
+    with BroadcastWatch(full.num_samples) as watch:
+        runs.gradient([full])
+    if not watch.found:
+        return None
+    return Diagnosis(
+        "broadcast",
+        f"samples are mixed by broadcasting. {watch.found}.",
+        "Give both the same shape: squeeze(1), or targets of shape (n, 1). If the loss compares samples on "
+        f"purpose: {_with_small_initial(_JOINT)}",
+    )
 
 
 class BroadcastWatch(TorchFunctionMode):
-    """Records the first function that broadcasts a column (n, 1) of samples against a row (n,).
+    """Records the first function that broadcasts shapes (n, 1) and (n,) of n samples.
 
-    Predictions of shape (n, 1) and targets of shape (n,) give a matrix (n, n) of all pairs, and its mean looks like a
-    normal loss.
+    Predictions of shape (n, 1) and targets of shape (n,) give a matrix (n, n) of all pairs, and its mean looks like an
+    ordinary loss.
     """
 
     def __init__(self, num_samples: int) -> None:
@@ -449,9 +425,9 @@ class BroadcastWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 (torch's protocol)
         """Run the function, and check the shapes of its arguments."""
         given = dict(kwargs or {})
-        # Only floating-point tensors: losses that compare integer labels with each other do so on purpose.
-        tensors = (tensor for tensor in _argument_tensors((*args, *given.values())) if tensor.is_floating_point())
-        shapes = [tuple(tensor.shape) for tensor in tensors]
+        # Only floating-point tensors, since losses that compare integer labels with each other do so on purpose.
+        tensors = [value for value in (*args, *given.values()) if isinstance(value, Tensor)]
+        shapes = [tuple(tensor.shape) for tensor in tensors if tensor.is_floating_point()]
         if not self.found and self._column in shapes and self._row in shapes:
             square = (*self._row, *self._row)
             name = getattr(func, "__name__", str(func)).strip("_")
@@ -460,11 +436,3 @@ class BroadcastWatch(TorchFunctionMode):
                 "output is compared with every sample's target"
             )
         return func(*args, **given)
-
-
-def _argument_tensors(values: Sequence[object]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _argument_tensors(value)

@@ -12,17 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core.loss import Loss, LossSum, factors_of, scaled, unit_counts
-from anybatch.core.loss_kinds import COUNTED, AcrossSamples, LossFunction
-from anybatch.core.tensors import BufferKeeper
+from anybatch.core.loss_kinds import COUNTED, LossFunction
+from anybatch.core.torch_internals import gradients, kept_buffers, widened
 from anybatch.core.tree import Batch, copied, join_samples, map_tensors
-from anybatch.engine.loss_check.held import HeldDraws, HeldNorms
-from anybatch.engine.torch_internals import gradients, widened
+from anybatch.engine.loss_check.fixed_draws import FixedBatchStatistics, FixedDraws
 from anybatch.engine.user_code import Model, SeededGenerators, modules_of
 
-_MOST_WIDENED = 2**28
-"""Maximum number of parameter elements for copies in float64."""
+_MAX_WIDENED = 2**28
+"""Maximum number of parameter elements for copies in float64; larger models use float32."""
 _FLOOR = 1e-2
-"""A parameter's difference is relative to at least this fraction of the whole gradient, to ignore rounding."""
+"""A parameter's difference is divided by at least this fraction of the whole gradient's norm, to ignore rounding."""
 
 Gradients = list[Tensor | None]
 Call = Callable[[LossFunction, Batch], Any]
@@ -37,7 +36,7 @@ class NotFiniteError(UndecidedError):
 
 
 class NothingToCompareError(UndecidedError):
-    """These samples carry no information about the loss, which does not suggest a fault."""
+    """These samples give no information about the loss; this does not suggest a fault."""
 
 
 class Piece(NamedTuple):
@@ -49,7 +48,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossParts:
-    """The loss and everything that it runs with."""
+    """The loss, and everything that a run of it needs.
+
+    `leaves` returns the tensors whose gradients are compared, by name. `gather` returns a whole gradient of a shard.
+    """
 
     loss: Loss
     model: Model
@@ -57,7 +59,7 @@ class LossParts:
     device: torch.device
     autocast: Callable[[], AbstractContextManager[object]]
     call: Call
-    leaves: Callable[[], Mapping[str, Tensor]]  # the tensors whose gradients are compared, by name
+    leaves: Callable[[], Mapping[str, Tensor]]
     gather: Callable[[Tensor], Tensor] = lambda tensor: tensor
     can_widen: bool = True
 
@@ -65,18 +67,19 @@ class LossParts:
 class LossRuns:
     """Runs the user's loss on pieces, and returns gradients of the parameters.
 
-    Each run starts with the same buffers and generators, and draws and batch statistics are fixed. `autograd.grad`
-    leaves `.grad`, accumulation hooks and DDP alone. `without_side_effects` around the runs restores the rest.
+    Each run starts with the same buffers and generators, and random draws and batch statistics are fixed. Gradients
+    come from `autograd.grad`, which does not change `.grad` and runs neither accumulation hooks nor DDP. The caller
+    uses `without_side_effects` to restore everything else.
     """
 
     def __init__(self, parts: LossParts, generators: SeededGenerators) -> None:
         self.parts = parts
-        self.draws, self._norms = HeldDraws(), HeldNorms()
-        self.value, self.returned_number = 0.0, False
-        self.num_samples = self.seed = 0
+        self.draws, self._norms = FixedDraws(), FixedBatchStatistics()
+        self.returned_number = False
+        self.seed = 0
         self.has_aligned_draws = False  # Python and numpy draw the same numbers for any samples
         self._generators = generators
-        self._buffers = [_kept(nn.ModuleList([parts.modules, *modules_of(parts.loss.functions.values())]))]
+        self._buffers = [kept_buffers(nn.ModuleList([parts.modules, *modules_of(parts.loss.functions.values())]))]
         self._wide: torch.dtype | None = None
 
     @property
@@ -95,22 +98,19 @@ class LossRuns:
 
     @contextlib.contextmanager
     def widened(self) -> Iterator[torch.dtype]:
-        """Run on copies in float64 temporarily; very large models in bf16 or fp16 use float32.
+        """Run on copies of the modules in float64 within the context; very large bf16 or fp16 models use float32.
 
         The copies are shallow: attributes that a forward sets are dropped with them, and the user's parameters do not
         change.
-
-        Raises:
-            UndecidedError: such copies cannot be made.
         """
-        num_numbers = sum(leaf.numel() for leaf in self.parts.leaves().values())
-        dtype = torch.float64 if num_numbers <= _MOST_WIDENED else torch.float32
+        num_elements = sum(leaf.numel() for leaf in self.parts.leaves().values())
+        dtype = torch.float64 if num_elements <= _MAX_WIDENED else torch.float32
         if not self.parts.can_widen or torch.finfo(self.narrowest).eps <= torch.finfo(dtype).eps:
             message = "copies in a more precise type cannot be made"
             raise UndecidedError(message)
         before, buffers, default = self.parts, self._buffers, torch.get_default_dtype()
         self.parts = _widened(before, dtype)
-        self._wide, self._buffers = dtype, [*buffers, _kept(self.parts.modules)]
+        self._wide, self._buffers = dtype, [*buffers, kept_buffers(self.parts.modules)]
         torch.set_default_dtype(dtype)
         try:
             yield dtype
@@ -125,44 +125,38 @@ class LossRuns:
     def gradient(self, pieces: Sequence[Piece], *, is_full: bool = False) -> Gradients:
         """Return the sum of the pieces' gradients, with the same weights as micro-batches in a step.
 
-        The plain loop: `sum(count / total * autograd.grad(loss(piece), parameters) for piece in pieces)`.
-
-        Raises:
-            UndecidedError: all counts are 0, or a gradient is not finite.
-            Exception: raised by the model or the loss.
+        As a formula: `sum(count / total * autograd.grad(loss(piece), parameters) for piece in pieces)`.
         """
         counts = [self.counts(piece) for piece in pieces]
         divisors = [sum(column) for column in zip(*counts, strict=True)]
         if not any(divisors):
             message = "these samples have a count of 0"
             raise NothingToCompareError(message)
-        self.value = total_count = 0.0
         if is_full:
             self._norms.reset()
         if self.parts.loss.kind.encode is not None:
             return self._run(pieces, self._joint_value)[0]
-        total: Gradients = []
+        total, total_count = Gradients(), 0.0
         for piece, count in zip(pieces, counts, strict=True):
             value_of = partial(self._value, counts=count, divisors=divisors)
             part, number = self._run([piece], value_of)
             total_count += number
             total = list(map(_added, total, part)) if total else part
-        # Counts that the function returns are summed, and divide the total at the end.
+        # If the loss function returns counts, the total is divided by their sum at the end.
         return [None if g is None else g / total_count for g in total] if total_count else total
 
     def value_of(self, piece: Piece) -> Tensor:
-        """Return the loss of a piece with its graph, for second derivatives; draws and BatchNorm are fixed."""
+        """Return the loss of a piece with its graph, for second derivatives."""
         counts = self.counts(piece)
         self._begin()
         with torch.enable_grad(), self._norms, self.draws, self.parts.autocast():
             return self._value([self._output(piece)], counts=counts, divisors=counts)[0]
 
     def plain_gradient(self, piece: Piece) -> Gradients:
-        """Return the gradient of the returned loss, without the piece's count."""
+        """Return the gradient of a piece's returned loss, without weighting it by the piece's count."""
 
         def value(outputs: Sequence[Any]) -> tuple[Tensor, float]:
-            output = outputs[0].total if isinstance(outputs[0], LossSum) else outputs[0]
-            return output.sum(), 0.0
+            return (outputs[0].total if isinstance(outputs[0], LossSum) else outputs[0]).sum(), 0.0
 
         return self._run([piece], value)[0]
 
@@ -174,20 +168,18 @@ class LossRuns:
     def _run(
         self, pieces: Sequence[Piece], value_of: Callable[[list[Any]], tuple[Tensor, float]]
     ) -> tuple[Gradients, float]:
-        self.num_samples += sum(piece.num_samples for piece in pieces)
         self._begin()
-        # Around the backward too, where checkpointed blocks run again.
+        # The backward is included, because checkpointed blocks run again in it.
         with torch.enable_grad(), self._norms, self.draws:
             with self.parts.autocast():
                 outputs = [self._output(piece) for piece in pieces]
                 value, count = value_of(outputs)
             del outputs
             leaves = list(self.parts.leaves().values())
-            self.value += float(value.detach())
             if not value.requires_grad:
                 return [None] * len(leaves), count
-            found = gradients(value, leaves)
-        wide: Gradients = [None if one is None else _wide(self.parts.gather(one.detach())) for one in found]
+            of_leaves = gradients(value, leaves)
+        wide: Gradients = [None if one is None else _wide(self.parts.gather(one.detach())) for one in of_leaves]
         if not all(bool(torch.isfinite(one).all()) for one in wide if one is not None):
             message = "a gradient is not finite"
             raise NotFiniteError(message)
@@ -209,14 +201,14 @@ class LossRuns:
         return value, 0.0
 
     def _value(self, outputs: list[Any], *, counts: Sequence[float], divisors: Sequence[float]) -> tuple[Tensor, float]:
-        """Return the contribution of one piece, as in a step, and the count that the function returned, or 0."""
+        """Return the contribution of one piece, as in a step, and the count that the loss function returned, or 0."""
         loss, output = self.parts.loss, outputs[0]
         self.returned_number |= isinstance(output, Tensor) and not output.dim()
-        if loss.kind.brings_count:
+        if loss.kind.returns_count:
             if isinstance(output, Tensor) and not output.dim():
                 return output * (counts[0] / divisors[0]), 0.0
             if not isinstance(output, (Tensor, LossSum)):
-                scaled(loss, output, factors_of(loss, counts, divisors, 1.0))  # raises
+                scaled(loss, output, factors_of(loss, counts, divisors, 1.0))  # raises the error about this value
             is_sum = isinstance(output, LossSum)
             return (output.total, float(output.count)) if is_sum else (output.sum(), float(output.numel()))
         output = _with_counts_read(output)
@@ -229,34 +221,24 @@ class LossRuns:
 
 
 def difference(full: Gradients, other: Gradients) -> tuple[float, int]:
-    """Return the largest relative difference of a parameter's gradient, and the index of that parameter.
-
-    Raises:
-        NothingToCompareError: both gradients are zero.
-    """
+    """Return the largest relative difference between the gradients of a parameter, and the index of the parameter."""
     norms = [0.0 if one is None else float(torch.linalg.vector_norm(one)) for one in full]
     others = [0.0 if one is None else float(torch.linalg.vector_norm(one)) for one in other]
     floor = _FLOOR * max(math.hypot(*norms), math.hypot(*others))
     if not floor:
         message = "the gradient of these samples is zero"
         raise NothingToCompareError(message)
-    worst, place = 0.0, 0
+    largest, index = 0.0, 0
     for number, (a, b, norm) in enumerate(zip(full, other, norms, strict=True)):
-        gap = others[number] if a is None else norm if b is None else float(torch.linalg.vector_norm(a - b))
-        if gap / max(norm, floor) > worst:
-            worst, place = gap / max(norm, floor), number
-    return worst, place
-
-
-def _kept(modules: nn.Module) -> BufferKeeper:
-    keeper = BufferKeeper(modules)
-    keeper.keep()
-    return keeper
+        error = others[number] if a is None else norm if b is None else float(torch.linalg.vector_norm(a - b))
+        if error / max(norm, floor) > largest:
+            largest, index = error / max(norm, floor), number
+    return largest, index
 
 
 def _adds_up(loss: Loss, name: str, value: object) -> bool:
-    """Return whether a term returned a finite sum, which belongs to the batch even if a piece has a count of 0."""
-    # By name: a declaration that was copied or unpickled has equal, not identical items.
+    """Return whether a term returned a finite sum, which contributes to the loss even if a piece has a count of 0."""
+    # By name, since a declaration that was copied or unpickled has equal items, but not the same objects.
     if loss.kind.terms[name].items.name != COUNTED.name:
         return False
     total = value.total if isinstance(value, LossSum) else value
@@ -265,7 +247,7 @@ def _adds_up(loss: Loss, name: str, value: object) -> bool:
 
 
 def _with_counts_read(output: Any) -> Any:  # noqa: ANN401 (the user's loss)
-    """Return a loss with its counts on the host; unlike a step, this waits for the device."""
+    """Return a loss with its counts as Python numbers; unlike a step, this waits for the device."""
     if isinstance(output, Mapping):
         return {name: _with_counts_read(value) for name, value in output.items()}
     return LossSum(output.total, float(output.count)) if isinstance(output, LossSum) else output
@@ -276,10 +258,10 @@ def _wide(gradient: Tensor) -> Tensor:
     return dense.to(torch.promote_types(dense.dtype, torch.float32), copy=True)
 
 
-def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one.add_(other)
+def _added(total: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if total is None or other is None:
+        return other if total is None else total
+    return total.add_(other)
 
 
 def _widened(parts: LossParts, dtype: torch.dtype) -> LossParts:
@@ -290,7 +272,7 @@ def _widened(parts: LossParts, dtype: torch.dtype) -> LossParts:
         copy_of(parts.model) if isinstance(parts.model, nn.Module) else {k: copy_of(v) for k, v in parts.model.items()}
     )
     loss = replace(parts.loss, function=copy_of(parts.loss.function))
-    if isinstance(loss.kind, AcrossSamples):
+    if loss.kind.encode is not None:
         loss = replace(loss, kind=replace(loss.kind, encode=copy_of(loss.kind.encode)))
     leaves = {name: copy_of(tensor) for name, tensor in named.items()}
     return replace(

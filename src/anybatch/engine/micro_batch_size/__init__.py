@@ -1,1 +1,1 @@
-"""The size of micro-batches: given, found by trial runs, or reduced after out of memory."""
+"""The size of micro-batches: given, found by trial runs, or reduced after an out-of-memory error."""

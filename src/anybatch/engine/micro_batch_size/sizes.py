@@ -1,22 +1,21 @@
-"""The sizes of a run: given, found by trial runs on the first batch, or restored from a checkpoint."""
+"""The batch sizes of a run: given, found by trial runs on the first batch, reduced, or restored from a checkpoint."""
 
 import dataclasses
-import hashlib
-import itertools
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from anybatch.core.batch import Placement, Position, lengths_of
-from anybatch.core.geometry import Sizes, even_size, resolve_sizes
-from anybatch.core.splitting import Cut, CutConstraints, Deal, plan_batch
+from anybatch.core.geometry import Sizes, ceil_div, even_size, resolve_sizes
+from anybatch.core.splitting import BatchPlan, Cut, CutConstraints, Deal, plan_batch
 from anybatch.core.token_budget import TokenBudget
-from anybatch.core.tree import Batch, copied, count_samples, slice_samples, tensors_of
+from anybatch.core.tree import Batch, copied, count_samples, slice_samples
 from anybatch.engine.micro_batch_size.search import WORTH_TIMING, Auto, FoundSize, Search, TrialParts, TrialRuns
-from anybatch.engine.micro_batches import PlannedBatch, plan_effective_batch
-from anybatch.engine.notifier import software_versions
+from anybatch.engine.micro_batches import plan_effective_batch
+from anybatch.engine.notifier import Notifier
 from anybatch.errors import BatchSizeError, CompositionError, DataError, PlanError
-from anybatch.memory.device_memory import HostRoom, device_name
+from anybatch.memory.device_memory import HostHeadroom
 from anybatch.parallel.world import World
 
 MicroBatchSize = int | Literal["auto"] | Auto | TokenBudget | None
@@ -24,11 +23,7 @@ MicroBatchSize = int | Literal["auto"] | Auto | TokenBudget | None
 
 
 class RunSizes:
-    """The sizes of a run on one world, and whether the micro-batch size is still unknown.
-
-    Raises:
-        BatchSizeError: a size is below 1, or the three contradict each other.
-    """
+    """The batch sizes of a run on the ranks of a world; `searches` is whether trial runs must still choose a size."""
 
     def __init__(
         self,
@@ -45,11 +40,11 @@ class RunSizes:
         self._budget = micro_batch_size if isinstance(micro_batch_size, TokenBudget) else None
         if self._budget is not None and accumulation_steps is not None:
             message = (
-                f"micro_batch_size=token_budget({self._budget.tokens}) excludes {accumulation_steps=}: the lengths "
-                "determine the number of micro-batches. Leave one of them out."
+                f"micro_batch_size=token_budget({self._budget.tokens}) cannot be combined with "
+                f"{accumulation_steps=}: the lengths determine the number of micro-batches. Leave one of them out."
             )
             raise BatchSizeError(message, code="budget_and_steps")
-        self.sizes = resolve_sizes(
+        sizes = resolve_sizes(
             world_size=world.size,
             effective_batch_size=effective_batch_size,
             micro_batch_size=None if self.is_auto or self._budget is not None else micro_batch_size,  # type: ignore[arg-type]  # then it is a number
@@ -57,29 +52,22 @@ class RunSizes:
         )
         if self._budget is not None:
             tokens, fixed = self._budget.tokens, self._budget.fixed_tokens
-            self.sizes = dataclasses.replace(
-                self.sizes, budget_tokens=tokens, micro_batch_tokens=tokens, fixed_tokens=fixed
-            )
+            sizes = dataclasses.replace(sizes, budget_tokens=tokens, micro_batch_tokens=tokens, fixed_tokens=fixed)
         self.searches = self.is_auto and accumulation_steps is None and constraints.searchable
         if self._budget is not None:
             self.searches = True  # the first batch determines whether samples are padded or packed
-        # On a CPU the system kills a process that runs out of memory, so a search could not catch an error.
-        self.may_run_out = world.device.type != "cpu"
+        # A CPU raises no out-of-memory error: the operating system kills the process.
+        self.raises_out_of_memory = world.device.type != "cpu"
         self._deal = deal
         self._world = world
         self.constraints = constraints
-        self._placed: tuple[Sizes, Placement] | None = None
+        self._before: Sizes | None = None  # the sizes before the first reduction
+        self.why_not_smaller = ""
+        self._use(sizes)
 
-    @property
-    def placement(self) -> Placement:
-        """The current cut and deal of batches, and this rank."""
-        # Sizes are frozen and replaced as a whole, so an identity check detects a change.
-        if self._placed is None or self._placed[0] is not self.sizes:
-            self._placed = self.sizes, self._placement()
-        return self._placed[1]
-
-    def _placement(self) -> Placement:
-        micro_batch_size, accumulation_steps = self.sizes.micro_batch_size, self.sizes.accumulation_steps
+    def _use(self, sizes: Sizes) -> None:
+        """Plan batches with these sizes from now on."""
+        micro_batch_size, accumulation_steps = sizes.micro_batch_size, sizes.accumulation_steps
         if self.constraints.whole:
             micro_batch_size = accumulation_steps = None
         cut = Cut(
@@ -89,16 +77,18 @@ class RunSizes:
             deal=self._deal,
             lockstep=self.constraints.fills_up,
             group=self.constraints.group,
-            least_samples=self.constraints.least_samples,
+            min_samples=self.constraints.min_samples,
         )
         budget = self._budget
         if budget is not None:
-            sizes = self.sizes
-            budget = dataclasses.replace(budget, cut_at=sizes.micro_batch_tokens, fixed_tokens=sizes.fixed_tokens)
-        return Placement(cut, self._world.size, self._world.rank, budget, packed=bool(self.sizes.packed))
+            budget = dataclasses.replace(
+                budget, current_tokens=sizes.micro_batch_tokens, fixed_tokens=sizes.fixed_tokens
+            )
+        self.sizes = sizes
+        self.placement = Placement(cut, self._world.size, self._world.rank, budget, packed=bool(sizes.packed))
 
     def refuse_larger(self, num_samples: int) -> None:
-        """Raise a `BatchSizeError` if a batch has more samples than the given effective batch size."""
+        """Raise a `BatchSizeError` if a batch has more samples than `Engine(effective_batch_size=...)`."""
         limit = self.sizes.effective_batch_size
         if limit is not None and num_samples > limit:
             sizes = self.sizes
@@ -114,176 +104,224 @@ class RunSizes:
             raise BatchSizeError(message, effective_batch_size=limit, world_size=self._world.size)
 
     def refuse_uncuttable(self, sizes: Iterable[int]) -> None:
-        """Raise a `BatchSizeError` for the first effective batch size that cannot be cut or exceeds the given one."""
+        """Raise a `BatchSizeError` for the first of these effective batch sizes that is too large or cannot be cut."""
         for size in sizes:
             self.refuse_larger(size)
             plan_batch(size, self._world.size, self.placement.cut)
 
     def settle(self, batch: Any, trial: TrialParts, position: Position) -> FoundSize:  # noqa: ANN401
-        """Resolve "auto" on the first batch, and restore everything that the trial runs change.
-
-        Raises:
-            BatchSizeError: not even one sample fits, or the batch is larger than the effective batch size.
-            CompositionError: ranks run in lockstep on accelerators, where a single rank must not run out of memory.
-        """
+        """Choose the sizes that are "auto" by trial runs on the first batch, and undo every change of these runs."""
         self.searches = False
         if self._budget is not None:
-            return self._settled_budget(batch, self._budget, trial)
-        found = self._found(batch, trial, position)
-        self.sizes = dataclasses.replace(self.sizes, micro_batch_size=found.size)
-        return found
+            return self._settle_budget(batch, self._budget, trial)
+        choice = self._choose(batch, trial, position)
+        self._use(dataclasses.replace(self.sizes, micro_batch_size=choice.size))
+        return choice
 
-    def take(self, saved: Mapping[str, Any], decisions: Mapping[str, str]) -> dict[str, str]:
-        """Restore the sizes found before a resume, and return these decisions in words, by name."""
+    def restore(self, saved: Mapping[str, Any], decisions: Mapping[str, str]) -> dict[str, str]:
+        """Restore the sizes that the saved run has found, and return the descriptions of these decisions, by name."""
         if not self.searches:
             return {}
         if self._budget is not None:
-            return self._taken_budget(saved, decisions, self._budget)
+            return self._restore_budget(saved, decisions, self._budget)
         if "micro_batch_size" not in decisions:
             return {}
         self.searches = False
         size = saved["micro_batch_size"]
-        self.sizes = dataclasses.replace(self.sizes, micro_batch_size=size)
-        words = "the whole rank share" if size is None else f"{size}"
-        return {"micro_batch_size": f"{words}, as in the checkpoint"}
+        self._use(dataclasses.replace(self.sizes, micro_batch_size=size))
+        text = "the whole rank share" if size is None else f"{size}"
+        return {"micro_batch_size": f"{text}, as in the checkpoint"}
 
-    def _taken_budget(
+    def _restore_budget(
         self, saved: Mapping[str, Any], decisions: Mapping[str, str], budget: TokenBudget
     ) -> dict[str, str]:
-        """Restore the cost of a micro-batch and, if the budget is the same, its cap and layout."""
-        tokens, words = budget.tokens, {}
+        """Restore the fixed cost of a micro-batch and, if the budget is the same, the limit in use and the layout."""
+        tokens, restored = budget.tokens, {}
         is_same = saved.get("budget_tokens") == tokens
         if is_same and saved.get("packed") is not None:
-            self.sizes = dataclasses.replace(self.sizes, packed=saved["packed"])
-            words["layout"] = f"{'packed' if saved['packed'] else 'padded'}, as in the checkpoint"
+            self._use(dataclasses.replace(self.sizes, packed=saved["packed"]))
+            restored["layout"] = f"{'packed' if saved['packed'] else 'padded'}, as in the checkpoint"
         if self.sizes.fixed_tokens is None and "micro_batch_size" in decisions:
             fixed = saved.get("fixed_tokens")
-            cut_at = saved.get("micro_batch_tokens") if is_same else None
-            self.sizes = dataclasses.replace(self.sizes, fixed_tokens=fixed, micro_batch_tokens=cut_at or tokens)
-            words["micro_batch_size"] = (
-                f"at most {tokens:,} tokens, cut at {cut_at or tokens:,}; a micro-batch costs {fixed or 0:,.0f} "
-                "tokens, as in the checkpoint"
+            current = (saved.get("micro_batch_tokens") if is_same else None) or tokens
+            self._use(dataclasses.replace(self.sizes, fixed_tokens=fixed, micro_batch_tokens=current))
+            restored["micro_batch_size"] = (
+                f"at most {tokens:,} tokens, cut at {current:,}; a micro-batch costs {fixed or 0:,.0f} tokens, "
+                "as in the checkpoint"
             )
-        return words
+        return restored
 
-    def _settled_budget(self, batch: Any, budget: TokenBudget, trial: TrialParts) -> FoundSize:  # noqa: ANN401
-        """Determine the cost of a micro-batch and the layout, padded or packed, unless they are given."""
-        from anybatch.engine.micro_batch_size.budget_trials import BudgetTrials, TokenCosts  # noqa: PLC0415 (rarely used)
+    def _settle_budget(self, batch: Any, budget: TokenBudget, trial: TrialParts) -> FoundSize:  # noqa: ANN401
+        """Measure the fixed cost of a micro-batch and choose the layout, padded or packed, unless they are given."""
+        from anybatch.engine.micro_batch_size.budget_trials import BudgetTrials  # noqa: PLC0415 (rarely used)
 
         sizes, lengths = self.sizes, lengths_of(batch)
-        known = None
-        if sizes.fixed_tokens is not None:
-            known = TokenCosts(fixed_tokens=sizes.fixed_tokens, cut_at=sizes.micro_batch_tokens, words="")
-            if lengths is None or not lengths.either or sizes.packed is not None:
-                return FoundSize(None, "")
+        is_known = sizes.fixed_tokens is not None
+        if lengths is None or (is_known and (not lengths.has_both_layouts or sizes.packed is not None)):
+            return FoundSize(None, "")  # the planner refuses a batch without lengths
         if sizes.packed is not None:
-            batch, _ = self.placement.laid_out(batch)
-        found = BudgetTrials(self._world, trial, budget, self.auto.clock).find(batch, known)
-        self.sizes = dataclasses.replace(
-            sizes,
-            fixed_tokens=found.costs.fixed_tokens,
-            micro_batch_tokens=found.costs.cut_at or sizes.micro_batch_tokens,
-            packed=sizes.packed if found.packed is None else found.packed,
+            batch, lengths = self.placement.choose_layout(batch)
+        assert lengths is not None
+        cap = sizes.micro_batch_tokens if is_known else None
+        budget = dataclasses.replace(budget, fixed_tokens=sizes.fixed_tokens, current_tokens=cap)
+        found = BudgetTrials(self._world, trial, budget, self.auto.clock).find(batch, lengths)
+        self._use(
+            dataclasses.replace(
+                sizes,
+                fixed_tokens=found.fixed_tokens,
+                micro_batch_tokens=found.current_tokens or sizes.micro_batch_tokens,
+                packed=sizes.packed if found.packed is None else found.packed,
+            )
         )
-        words = "" if known is not None else f"at most {budget.tokens:,} tokens; {found.costs.words}"
-        return FoundSize(None, words, layout=found.layout)
+        text = "" if is_known else f"at most {budget.tokens:,} tokens; {found.description}"
+        return FoundSize(None, text, layout=found.layout)
 
-    def changes(self, saved: Mapping[str, int | None]) -> str:
-        """Return the differences from the saved sizes: `"micro_batch_size 16 -> 8"`."""
-        sizes = dataclasses.asdict(self.sizes)
+    @property
+    def original(self) -> Sizes:
+        """The sizes before the first reduction."""
+        return self._before or self.sizes
+
+    @property
+    def description(self) -> str:
+        """The limit of a micro-batch, as text."""
+        if self.sizes.micro_batch_tokens is not None:
+            return f"at most {self.sizes.micro_batch_tokens:,} tokens"
+        if self.sizes.micro_batch_size is not None:
+            return f"at most {self.sizes.micro_batch_size} samples"
+        return f"{self.sizes.accumulation_steps} accumulation steps"
+
+    def shrink(self, plan: BatchPlan) -> tuple[int, int | None]:
+        """Reduce the sizes from now on, the same on all ranks; return the largest micro-batch before and after.
+
+        "After" is None if no smaller size is possible. The run then equals, bit for bit, a run with the smaller sizes.
+        """
+        smaller, after = self.smaller(plan)
+        if smaller is not None:
+            self._before = self.original
+            self._use(smaller)
+        return max(unit.num_samples for unit in plan.units), after
+
+    def smaller(self, plan: BatchPlan) -> tuple[Sizes | None, int | None]:
+        """Return sizes with twice as many micro-batches as this plan, nearly equal, and the largest micro-batch's size.
+
+        Return (None, None) if no smaller size is possible; then `why_not_smaller` is the reason.
+        """
+        before, group, sizes = max(unit.num_samples for unit in plan.units), plan.cut.group, self.sizes
+        if self.constraints.whole:
+            self.why_not_smaller = "norms=Exact(method='checkpoint') runs each rank share as one micro-batch"
+            return None, None
+        if before <= min(group or 1, before) + (group is not None):  # a group may hold one sample more
+            smallest = "one sample" if group is None else f"a group of {group}"
+            self.why_not_smaller = f"they cannot be smaller than {smallest}"
+            return None, None
+        if sizes.micro_batch_tokens is not None:
+            # A longer sample runs alone. The number of samples depends on lengths, so half of it is an estimate.
+            tokens = ceil_div(sizes.micro_batch_tokens, 2)
+            return dataclasses.replace(sizes, micro_batch_tokens=tokens), ceil_div(before, 2)
+        # All ranks use the same size, so the rank with the most micro-batches determines it.
+        share = max(plan.shares, key=lambda units: sum(unit.weight for unit in units))
+        counting = [unit.num_samples for unit in share if unit.weight]
+        if sizes.micro_batch_size is None and sizes.accumulation_steps is not None:
+            steps = 2 * sizes.accumulation_steps
+            largest = max(sum(unit.num_samples for unit in units if unit.weight) for units in plan.shares)
+            return dataclasses.replace(sizes, accumulation_steps=steps), ceil_div(largest, steps)
+        after = ceil_div(sum(counting), 2 * len(counting))
+        if group is not None:
+            after = max(group, after // group * group)
+        # At most `before - 1`, because rounding up, or to whole groups, may return the size that did not fit.
+        after = min(after, before - 1)
+        return dataclasses.replace(sizes, micro_batch_size=after, accumulation_steps=None), after
+
+    def resized(self) -> dict[str, Any] | None:
+        """Return the state of a reduction for a resumed run; None if no size was reduced."""
+        if self._before is None:
+            return None
+        return {"sizes": dataclasses.asdict(self.sizes), "formers": [dataclasses.asdict(self._before)]}
+
+    def resume(self, state: Mapping[str, Any], decisions: dict[str, str], notifier: Notifier) -> None:
+        """Restore sizes that the saved run has found or reduced, and report other differences from the saved sizes."""
+        saved: Mapping[str, int | None] = state["sizes"]
+        decisions.update(self.restore(saved, state["decisions"]))
         # Older checkpoints may lack a size.
-        return ", ".join(
-            f"{name} {saved.get(name)} -> {value}" for name, value in sizes.items() if saved.get(name) != value
+        changed = ", ".join(
+            f"{name} {saved.get(name)} -> {value}"
+            for name, value in dataclasses.asdict(self.sizes).items()
+            if saved.get(name) != value
         )
+        if changed:
+            decisions["resumed with changes"] = changed
+            notifier.diagnosis("resumed_with_changes", f"resumed with changes: {changed}")
+        if self.sizes.effective_batch_size != saved["effective_batch_size"]:
+            warnings.warn(f"resumed with changes: {changed}", stacklevel=3)
+        reduced = state.get("resized")
+        if reduced is not None and Sizes(**reduced["formers"][0]) == self.original:  # not if other sizes were given
+            self._before = self.original
+            self._use(Sizes(**reduced["sizes"]))
+            decisions["micro_batch_size"] = f"{self.description}, as in the checkpoint, because more ran out of memory"
 
-    def _found(self, batch: Any, trial: TrialParts, position: Position) -> FoundSize:  # noqa: ANN401
-        """Return the size to use: the whole share, the largest that fits, or the fastest."""
+    def _choose(self, batch: Any, trial: TrialParts, position: Position) -> FoundSize:  # noqa: ANN401
+        """Return the size to use: all samples of a rank's share, the largest that fit, or the fastest size."""
         first = _FirstBatch(batch, self._world, position)
         self.refuse_larger(first.num_in_batch)
-        # The processes of a model group wait for each other in every forward, like ranks in lockstep.
-        lockstep = trial.context.strategy.capabilities.lockstep or self._world.has_model_groups
-        reason = self._why_not_timed(trial, first, lockstep=lockstep)
-        if (reason and not self.may_run_out) or first.share < 2:  # noqa: PLR2004 (one sample cannot be cut)
+        lockstep = trial.context.strategy.capabilities.lockstep
+        is_whole = lockstep and not self.raises_out_of_memory
+        reason = "ranks run in lockstep" if is_whole else self._why_not_timed(trial, first)
+        if (reason and not self.raises_out_of_memory) or first.share < 2:  # noqa: PLR2004 (one sample cannot be cut)
             return FoundSize(None, f"the whole rank share, because {reason or 'there is only one sample'}")
-        # Loading may raise on one rank; then all ranks raise instead of waiting for it in a trial run.
-        self._world.run_on_all_ranks(first.load)
-        if lockstep and self.may_run_out:
+        # If loading fails on one rank, all ranks raise an error here instead of waiting for the rank in a trial run.
+        can_be_sliced = all(self._world.run_on_all_ranks(first.load))
+        if lockstep and self.raises_out_of_memory:
             return self._planned_in_lockstep(trial, first)
+        if not can_be_sliced:  # a step that runs out of memory will be repeated with smaller micro-batches
+            return FoundSize(None, "the whole rank share, because its samples are not along the first axis")
         runs = TrialRuns(
             trial,
             first.pieces,
             first.num_samples,
             num_in_batch=first.num_in_batch,
-            num_in_lockstep=first.share if lockstep else None,
             device=self._world.device,
             clock=self.auto.clock,
         )
-        search = Search(
-            runs,
-            self._world,
-            share=first.share,
-            num_in_batch=first.num_in_batch,
-            auto=self.auto,
-            room=None if self.may_run_out else HostRoom(num_sharing=self._world.num_processes),
-            group=self.constraints.group or 1,
-            optimizer_is_new=trial.optimizer_is_new,
-        )
         with trial.undone(self._world.device):
-            if not reason:
-                return self._fastest(search, trial, first)
-            search.plan(*self._planned(first))
-            return search.largest(str(self._world.device))
+            planned, why_not_planned = self._planned(first)
+            search = Search(
+                runs,
+                self._world,
+                share=first.share,
+                auto=self.auto,
+                room=None if self.raises_out_of_memory else HostHeadroom(num_sharing=self._world.size),
+                group=self.constraints.group or 1,
+                optimizer_is_new=not trial.optimizer.state,
+                planned=planned,
+                why_not_planned=why_not_planned,
+            )
+            return search.largest(str(self._world.device)) if reason else search.fastest()
 
     def _planned_in_lockstep(self, trial: TrialParts, first: "_FirstBatch") -> FoundSize:
-        """Return the size that is planned to fit, without a trial run; raise a `CompositionError` without a plan."""
+        """Return the size that the planner expects to fit, without trial runs; raise `CompositionError` if unknown."""
         planned, reason = self._planned(first)
         if planned is not None:
-            # Equal parts need no more memory than the planned size and avoid a short micro-batch.
+            # Equal parts need at most the memory of the planned size, and avoid a smaller last micro-batch.
             size = even_size(first.share, min(planned, first.share), group=self.constraints.group or 1)
             return FoundSize(size, f"{size}, as planned; not tried, because ranks run in lockstep")
         name = trial.context.strategy.capabilities.name
         message = (
-            f"micro_batch_size='auto' cannot try sizes on accelerators with strategy {name!r}. A rank that runs out of "
-            f"memory would leave the others waiting in a collective, and there is no plan{reason and f' ({reason})'}. "
+            f"micro_batch_size='auto' cannot try sizes on accelerators with strategy {name!r}. If a rank ran out of "
+            f"memory, others would wait in a collective forever, and there is no plan{reason and f' ({reason})'}. "
             "Set micro_batch_size, or plan it: anybatch.sizes.Auto(largest=planned_largest(...))."
         )
         raise CompositionError(message)
 
-    def _fastest(self, search: Search, trial: TrialParts, first: "_FirstBatch") -> FoundSize:
-        """Return the fastest size from the cache, or measure it and save it there."""
-        if self.auto.known is None:
-            search.plan(*self._planned(first))
-            return search.fastest()
-        memory, on_first = self.auto.known, self._world.is_first
-        circumstances = self._circumstances(trial, first)
-        # Only rank 0's cache counts: caches of hosts may differ, and all ranks must use the same size.
-        known = self._world.gather_objects(memory.find(circumstances) if on_first else None)[0]
-        # The process that measured it may have had more memory, so it is tried first.
-        if known is not None and known.size <= first.share and (not self.may_run_out or search.fits(known.size)):
-            words = f"{known.size}, as measured on {known.date} ({known.samples_per_second:,.0f} samples/s)"
-            return FoundSize(known.size, words, known.samples_per_second)
-        search.plan(*self._planned(first))
-        found = search.fastest()
-        if found.size is None or found.rate is None:
-            return found
-        # Gathered, since the text of a decision must be the same on all ranks.
-        saved = self._world.gather_objects(on_first and memory.keep(circumstances, found.size, found.rate))[0]
-        if saved:
-            return found
-        return dataclasses.replace(found, words=f"{found.words}; it could not be saved for later runs")
-
-    def _why_not_timed(self, trial: TrialParts, first: "_FirstBatch", *, lockstep: bool) -> str:
-        """Return why sizes are not timed, or "" if they are. Deterministic, and the same on all ranks."""
-        if reason := trial.why_clocks_do_not_count:
+    def _why_not_timed(self, trial: TrialParts, first: "_FirstBatch") -> str:
+        """Return why sizes are not timed, as a clause; empty if they are. The same on all ranks and in every run."""
+        if reason := trial.why_not_timed:
             return reason
-        if lockstep and not first.smallest_share:
-            return "ranks run in lockstep, and one of them has no samples"
         if first.share * trial.num_parameters < WORTH_TIMING:
             return "a step is too short to be worth timing"
         return self.constraints.largest_fitting
 
     def _planned(self, first: "_FirstBatch") -> tuple[int | None, str]:
-        """Return the smallest of the ranks' planned sizes, or None, and why there is no plan."""
+        """Return (the smallest of the ranks' planned sizes, why there is no plan); the size is None without a plan."""
         plan = self.auto.largest
         if plan is None:
             return None, ""
@@ -294,67 +332,40 @@ class RunSizes:
             except PlanError as error:
                 return str(error)
 
-        # Shares and therefore plans may differ between ranks; the smallest size fits on all of them.
+        # Shares may differ between ranks, and so may plans; the smallest size fits on all ranks.
         plans = self._world.run_on_all_ranks(ask)
-        reason = next((found for found in plans if isinstance(found, str)), "")
-        return min((found for found in plans if isinstance(found, int)), default=None), reason
-
-    def _circumstances(self, trial: TrialParts, first: "_FirstBatch") -> dict[str, Any]:
-        """Return everything that is known to affect which size is the fastest."""
-        context = trial.context
-        parameters = [
-            (name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in trial.modules.named_parameters()
-        ]
-        loss = getattr(context.loss.function, "__qualname__", type(context.loss.function).__qualname__)
-        group = self.constraints.group or 1
-        structure = f"{trial.modules}{parameters}{loss}{type(context.randomness).__name__}{group}{self._deal}"
-        return {
-            "model": hashlib.sha256(structure.encode()).hexdigest(),
-            "samples": [(str(t.dtype), *t.shape[1:]) for t in tensors_of(first.whole)],
-            "share": first.share,
-            "device": device_name(self._world.device),
-            "precision": trial.precision,
-            "strategy": context.strategy.capabilities.name,
-            "world_size": self._world.size,
-            **software_versions(),
-        }
+        reason = next((answer for answer in plans if isinstance(answer, str)), "")
+        return min((answer for answer in plans if isinstance(answer, int)), default=None), reason
 
 
 @dataclass(eq=False, repr=False)
 class _FirstBatch:
-    """The first effective batch, planned without a cut, and this rank's share of it."""
+    """The first effective batch, planned as one micro-batch per rank, and this rank's share of it."""
 
     batch: Any
     world: World
     position: Position
 
     def __post_init__(self) -> None:
-        planned = self._open(None)
+        placement = Placement(Cut(), self.world.size, self.world.rank)
+        planned = plan_effective_batch(self.batch, placement, self.world, self.position)
         self._loading = planned.micro_batches
-        self._is_cut_when_fed = hasattr(self.batch, "feed")
-        self._can_be_sliced = True
         self.num_in_batch = planned.plan.num_samples
         self.num_samples = planned.units[0].num_samples if planned.units else 0
         shares = [sum(unit.num_samples for unit in units) for units in planned.plan.shares]
-        self.share, self.smallest_share = max(shares), min(shares)
+        self.share = max(shares)
         self.whole: Batch | None = None
 
-    def _open(self, size: int | None) -> PlannedBatch:
-        placement = Placement(Cut(micro_batch_size=size), self.world.size, self.world.rank)
-        return plan_effective_batch(self.batch, placement, self.world, self.position)
-
-    def load(self) -> None:
-        """Load this rank's share."""
+    def load(self) -> bool:
+        """Load this rank's share; return whether it can be sliced."""
         self.whole = next(self._loading, None)
         try:
-            self._can_be_sliced = self.whole is None or count_samples(self.whole) == self.num_samples
+            return self.whole is None or count_samples(self.whole) == self.num_samples
         except DataError:  # a collate function may return any structure
-            self._can_be_sliced = False
+            return False
 
-    def pieces(self, size: int, most: int) -> Iterable[Batch]:
-        """Return the first micro-batches of `size`, sliced from the loaded share, or loaded if it cannot be sliced."""
-        if self._can_be_sliced or not self._is_cut_when_fed:
-            starts = range(0, self.num_samples, size)[:most]
-            # Copies, since a loss may change its batch in place, and the same samples run again.
-            return [copied(slice_samples(self.whole, start, start + size)) for start in starts]
-        return itertools.islice(self._open(size).micro_batches, most)
+    def pieces(self, size: int, max_number: int) -> Iterable[Batch]:
+        """Return the first micro-batches of `size` samples, at most `max_number`."""
+        starts = range(0, self.num_samples, size)[:max_number]
+        # Copies, since a loss may change its batch in place, and the same samples run again.
+        return [copied(slice_samples(self.whole, start, start + size)) for start in starts]

@@ -16,9 +16,9 @@ from anybatch.recipes.text import rotate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """The size and form of a decoder-only transformer, with the names of `transformers`' configurations.
+    """The sizes and architecture of a decoder-only transformer, named as in `transformers`' configurations.
 
-    `model_type` is the form of the blocks. "gpt2": learned positions, LayerNorm, biases, an MLP of two matrices.
+    `model_type` selects the kind of block. "gpt2": learned positions, LayerNorm, biases, an MLP of two matrices.
     "llama" and "mistral": rotary positions, RMSNorm, no biases, a gated MLP. "qwen2": Llama's with biases
     of queries, keys and values. Each of the `num_key_value_heads` is shared by the same number of query heads.
     """
@@ -35,7 +35,7 @@ class DecoderConfig:
 
     @property
     def called(self) -> Mapping[str, str]:
-        """Map the class and path of `Decoder`'s blocks to their names in transformers' model of this type."""
+        """Class and path of `Decoder`'s blocks -> their names in transformers' model of this type."""
         names = {
             "gpt2": ("GPT2Block", "transformer.h"),
             "llama": ("LlamaDecoderLayer", "model.layers"),

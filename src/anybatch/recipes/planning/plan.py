@@ -12,12 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from anybatch.core.compatibility import PrecisionName
 from anybatch.core.geometry import ceil_div, checked_int, refuse_unless
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
-from anybatch.core.run_config import PrecisionName
 from anybatch.core.torch_internals import outside_modes
 from anybatch.core.tree import Batch
+from anybatch.core.units import HEADROOM
 from anybatch.engine.arguments import TrainSpec
 from anybatch.engine.precision import OptimizerFunction
 from anybatch.engine.user_code import Model
@@ -25,16 +26,13 @@ from anybatch.errors import BatchSizeError, PlanError, UserError
 from anybatch.memory.device_memory import limit_of, memory_in_use, outside_bytes, read_host
 from anybatch.memory.trace import MemoryEnvelope
 from anybatch.parallel.strategy import Strategy
-from anybatch.parallel.world import World
-from anybatch.planner.budget import COMMUNICATOR_BYTES, WORKSPACE_BYTES, DeviceMeasurements, budget_of, measured_of
+from anybatch.planner.budget import COMMUNICATOR_BYTES, WORKSPACE_BYTES, budget_of
 from anybatch.planner.changes import changed, named_change
+from anybatch.planner.cuda_emulation import Profile
 from anybatch.planner.devices import Device
 from anybatch.planner.envelopes import find_envelopes
-from anybatch.planner.measurements import KnownDevices
 from anybatch.planner.plan import Plan, make_plan
-from anybatch.planner.step_time import Rates
-from anybatch.planner.trace.cuda_emulation import Profile
-from anybatch.planner.trace.step_spec import MakeTrainSpec, StepSpec, build, built
+from anybatch.planner.step_spec import MakeTrainSpec, StepSpec, build, built
 from anybatch.recipes.job import Job
 from anybatch.recipes.planning.subjects import (
     PlanSubject,
@@ -45,16 +43,16 @@ from anybatch.recipes.planning.subjects import (
     with_optimizer,
 )
 
-_FUNCTIONS = ("optimizer", "strategy")
 _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
     {
         "headroom": ((int, float), "a number from 0 to below 1, or None"),
         "optimizer": ((str,), "a function named_parameters -> optimizer, the name of an optimizer, or None"),
         "precision": ((str,), "'fp32', 'bf16', 'fp16' or None"),
         "strategy": ((str,), "a name, or a function () -> strategy"),
-        "known": ((KnownDevices,), "a KnownDevices, or None"),
-        "rates": ((Rates,), "the Rates of a device, or None"),
         "changes": ((list, tuple), "a list of names"),
+        "proposals": ((bool,), "True or False"),
+        "fit": ((bool,), "True or False"),
+        "expandable_segments": ((bool,), "True or False"),
     }
 )
 
@@ -72,8 +70,6 @@ def plan(
     sequence_length: int | None = None,
     strategy: str | Callable[[], Strategy] = "auto",
     headroom: float | None = None,
-    known: KnownDevices | None = None,
-    rates: Rates | None = None,
     proposals: bool = True,
     fit: bool = False,
     changes: Sequence[str] = (),
@@ -89,14 +85,14 @@ def plan(
     print(ab.plan("llama-3.1-8b", device="RTX 4090", effective_batch_size=64, sequence_length=1024, fit=True))
     ```
 
-    The engine's own step runs on tensors without data that allocate as CUDA tensors do; see docs/memory.md.
+    The engine's real step runs on tensors without data that allocate as CUDA tensors do; see docs/memory.md.
 
     Args:
         what: a `Job`, the name of a recipe or of a published model, a configuration of transformers, a `TrainSpec`, a
-            module, or a function that makes one of the last two.
+            module, or a function that returns one of the last two.
         optimizer: function `named_parameters -> optimizer`, only for a module; or a name ("sgd", "adafactor", ...);
             None: the optimizer of `what`, or AdamW.
-        loss: for a module, as for `Engine`. None: if `what` is a function, it makes a `TrainSpec`.
+        loss: the loss for a module, as for `Engine`; None if `what` is a function that returns a `TrainSpec`.
         sample: a batch of one sample, for a module or a `TrainSpec`; only its shapes and types are used.
         device: a name such as "RTX 4090" or "H100", a size such as "24GiB", or bytes; "cpu:8GiB" is for a CPU; or a
             `Device`.
@@ -105,15 +101,12 @@ def plan(
         precision: number format of forward and backward; None: the format of a `TrainSpec`, else "fp32".
         sequence_length: tokens per sample of a published language model; None: the model's maximum, at most 8,192.
         strategy: a name, as for `Engine`, or a function () -> strategy, such as `lambda: FSDP(replicas=2)`.
-        headroom: part of the device to keep free; None: 10% if steps were measured on it, else 15%.
-        known: cache of measured steps by device, used if `headroom` is None; None: no measurements.
-        rates: speed of the device, from `anybatch.planner.calibration.measure_rates`; None: the data sheet of a
-            device with a name.
-        proposals: also plan single changes, each of which takes as long as the plan.
-        fit: find the fastest combination of changes that fits, with the least effect on the computation, instead of
-            planning single changes.
+        headroom: fraction of the device to keep free; None: 15%.
+        proposals: also plan each change that would make more fit; each takes as long as the plan.
+        fit: find the fastest combination of changes that fits and affects the computation least, instead of planning
+            each change.
         changes: names of changes to apply, as plans list them: "checkpointing", "fused optimizer", "8-bit AdamW",
-            "LoRA of rank 16", "bf16 weights", "offloading", ...
+            "LoRA of rank 16", "bf16 weights", ...
         micro_batch_size: samples of a micro-batch; None: the largest that fits.
         expandable_segments: plan for `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
 
@@ -121,68 +114,51 @@ def plan(
         CannotPlanError: the memory of a step cannot be determined without running it; the message has the reason.
         UserError: an argument is invalid, or the engine refuses the step.
     """
-    _check_sizes(effective_batch_size, micro_batch_size, world_size, sequence_length)
-    _check_flags(proposals=proposals, fit=fit, expandable_segments=expandable_segments)
-    _check_types(
-        headroom=headroom,
-        optimizer=optimizer,
-        precision=precision,
-        strategy=strategy,
-        known=known,
-        rates=rates,
-        changes=changes,
-    )
+    _check(locals())
     subject = _subject(what, None if isinstance(optimizer, str) else optimizer, loss, sample, sequence_length)
     if isinstance(optimizer, str):
         subject = with_optimizer(subject, optimizer)
     size, is_open = effective_batch_size, precision is None
     if size is None and subject.settings is not None:
         size = subject.settings.largest_batch_size
-    # Measurements are stored by precision, so the precision is resolved first.
-    if size is None or (precision is None and known is not None):
-        train, _ = build(subject.train)
-        size, precision = size or train.effective_batch_size, precision or train.precision
+    if size is None:
+        size = build(subject.train)[0].effective_batch_size
     if size is None:
         message = (
             f"effective_batch_size (--effective-batch-size) is required: {subject.name} has no default batch size."
         )
         raise UserError(message)
-    # An explicit headroom is used unchanged; the default is smaller on a device with verified plans.
-    measured = None
-    if known is not None and headroom is None:
-        measured = measured_of(device, subject.name, precision or "fp32", known)
     on_cpu = isinstance(device, str) and device.startswith("cpu:")
     spec = StepSpec(
-        train=partial(_chosen, subject.train, size, precision),
+        train=partial(_with_settings, subject.train, size, precision),
         sample=subject.sample,
         strategy=strategy,
         world_size=world_size,
-        # The user's own batch occupies planned memory on a CPU; an accelerator receives it piece by piece.
-        input_samples=ceil_div(size, world_size) if on_cpu and subject.own_batch else None,
+        # On a CPU the user's whole batch is in the planned memory; an accelerator receives one micro-batch at a time.
+        input_samples=ceil_div(size, world_size) if on_cpu and subject.makes_batches else None,
         called=subject.called,
         profile="cpu" if on_cpu else "cuda",
     )
-    asked = []
+    requested = []
     for name in changes:
-        asked.append(named_change(spec, name))
-        spec = changed(spec, asked[-1:])
+        requested.append(named_change(spec, name))
+        spec = changed(spec, requested[-1:])
     found = make_plan(
         spec,
-        budget_of(device, world_size=world_size, headroom=headroom, measured=measured),
+        budget_of(device, world_size=world_size, headroom=headroom),
         size,
         name=subject.name,
-        rates=rates,
         proposals=proposals,
         fit=fit,
         precision_is_open=is_open,
-        asked=asked,
+        asked=requested,
         micro_batch_size=micro_batch_size,
         expandable_segments=expandable_segments,
     )
     return dataclasses.replace(found, notes=(*found.notes, *subject.notes))
 
 
-def _chosen(make: MakeTrainSpec, effective_batch_size: int, precision: PrecisionName | None) -> TrainSpec:
+def _with_settings(make: MakeTrainSpec, effective_batch_size: int, precision: PrecisionName | None) -> TrainSpec:
     train = make()
     return dataclasses.replace(train, effective_batch_size=effective_batch_size, precision=precision or train.precision)
 
@@ -222,60 +198,35 @@ def _subject_of_python(
     sample: Batch,
 ) -> PlanSubject:
     """Return a `TrainSpec`, a module, or a function that makes one of them, with its sample."""
-    if isinstance(what, TrainSpec):
-        name = type(what.model).__name__
-        return PlanSubject(
-            name=name,
-            train=partial(_copied, what),
-            sample=sample,
-            own_batch=True,
-        )
     if isinstance(what, nn.Module | dict):
-        train = TrainSpec(model=what, optimizer=optimizer, loss=cast("Loss", loss))
-        return PlanSubject(name=type(what).__name__, train=partial(_copied, train), sample=sample, own_batch=True)
-    name = getattr(what, "__name__", "model")
-    if loss is None:
-        return PlanSubject(name=name, train=what, sample=sample, own_batch=True)
-
-    def train_what() -> TrainSpec:
-        return TrainSpec(model=what(), optimizer=optimizer, loss=loss)
-
-    return PlanSubject(name=name, train=train_what, sample=sample, own_batch=True)
+        what = TrainSpec(model=what, optimizer=optimizer, loss=cast("Loss", loss))
+    if isinstance(what, TrainSpec):
+        # Copied, because a change may replace blocks, and the user's model must not change.
+        train: MakeTrainSpec = partial(_copied, what)
+        return PlanSubject(name=type(what.model).__name__, train=train, sample=sample, makes_batches=True)
+    train = what if loss is None else lambda: TrainSpec(model=what(), optimizer=optimizer, loss=loss)
+    return PlanSubject(name=getattr(what, "__name__", "model"), train=train, sample=sample, makes_batches=True)
 
 
-def _check_sizes(
-    effective_batch_size: int | None, micro_batch_size: int | None, world_size: int, sequence_length: int | None
-) -> None:
-    """Refuse sizes that are not integers of at least 1."""
-    if effective_batch_size is not None:
-        checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
-    if micro_batch_size is not None:
-        checked_int("micro_batch_size", micro_batch_size, error=BatchSizeError)
-    checked_int("world_size", world_size)
-    if sequence_length is not None:
-        checked_int("sequence_length", sequence_length)
-
-
-def _check_flags(**flags: object) -> None:
-    for name, value in flags.items():
-        refuse_unless(isinstance(value, bool), name, value, "True or False")
-
-
-def _check_types(**arguments: object) -> None:
-    """Refuse arguments of a wrong type."""
+def _check(arguments: Mapping[str, Any]) -> None:
+    """Refuse sizes that are not integers of at least 1, and arguments of a wrong type."""
+    checked_int("world_size", arguments["world_size"])
+    for name, error in (("effective_batch_size", BatchSizeError), ("micro_batch_size", BatchSizeError)):
+        if arguments[name] is not None:
+            checked_int(name, arguments[name], error=error)
+    if arguments["sequence_length"] is not None:
+        checked_int("sequence_length", arguments["sequence_length"])
     for name, (types, expected) in _TYPES.items():
         value = arguments[name]
-        is_valid = (
-            (value is None and name != "changes")
-            or isinstance(value, types)
-            or (name in _FUNCTIONS and callable(value))
-        )
-        refuse_unless(is_valid and not isinstance(value, bool), name, value, expected)
+        is_none = value is None and expected.endswith("None")
+        is_function = callable(value) and "function" in expected
+        is_flag = isinstance(value, bool) and bool not in types
+        refuse_unless(is_none or is_function or (isinstance(value, types) and not is_flag), name, value, expected)
 
 
 def _copied(train: TrainSpec) -> TrainSpec:
-    """Return a copy with new modules and the same tensors: changes of its blocks do not affect the user's model."""
-    if isinstance(train.optimizer, Optimizer):  # it holds these parameters, and its model is not changed
+    """Return a copy with new modules and the same tensors, so that changed blocks do not affect the user's model."""
+    if isinstance(train.optimizer, Optimizer):  # no change replaces the blocks of such a model
         return train
     modules = [train.model] if isinstance(train.model, nn.Module) else list(train.model.values())
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
@@ -309,7 +260,6 @@ def planned_largest(
     world_size: int = 1,
     budget_bytes: int | None = None,
     headroom: float | None = None,
-    known: KnownDevices | None = None,
 ) -> Largest:
     """Return a function for `Auto(largest=...)` that plans the engine's step on the first batch.
 
@@ -321,48 +271,41 @@ def planned_largest(
     The plan is for one rank; a rank of `all_reduce` also needs memory for a communicator.
 
     Args:
-        train: function () -> `TrainSpec`; the modules of an existing `TrainSpec` are traced as they are at the first
-            batch, with their hooks.
+        train: function () -> `TrainSpec`, or a `TrainSpec`, whose modules are traced in their state at the first batch,
+            with their hooks.
         device: where to train; None: torch's accelerator if there is one, else the CPU.
         world_size: number of ranks.
         budget_bytes: memory for tensors; None: the free memory of the device.
-        headroom: part of the device to keep free; None: 10% if it was measured, else 15%.
-        known: cache of measured steps by device; None: no measurements.
+        headroom: fraction of the device to keep free; None: 15%.
 
     Returns:
         Function (batch, num_samples) -> size, at least 1. It raises `PlanError` if the step cannot be planned.
     """
+    free = HEADROOM if headroom is None else headroom
+    refuse_unless(0.0 <= free < 1.0, "headroom", free, "from 0 to below 1, or None")
 
     def largest(batch: Batch, num_samples: int) -> int:
-        place = _accelerator_or_cpu() if device is None else device
-        profile: Profile = "cpu" if place.type == "cpu" else "cuda"
+        target = _accelerator_or_cpu() if device is None else device
+        profile: Profile = "cpu" if target.type == "cpu" else "cuda"
         try:
             with outside_modes():  # an enforced budget would count the copy
                 spec, _ = built(StepSpec(train=train, sample=batch, strategy="single", profile=profile))
                 spec = spec.with_train(effective_batch_size=num_samples)
-                precision = spec.trained.precision
-                measured = DeviceMeasurements() if known is None else measured_of(place, "", precision, known)
-                left = measured.headroom if headroom is None else headroom
-                usable = (
-                    _usable_bytes(place, world_size, left) if budget_bytes is None else int(budget_bytes * (1.0 - left))
-                )
-                envelopes = find_envelopes(spec, usable, most_samples=num_samples)
+                usable = int((budget_bytes or 0) * (1.0 - free))
+                if budget_bytes is None:
+                    usable = _usable_bytes(target, world_size, free)
+                envelopes = find_envelopes(spec, usable, max_samples=num_samples)
         except PlanError:
             raise
-        except UserError as error:  # the engine raises it again a moment later
+        except UserError as error:  # the engine's first step raises it again
             raise PlanError(str(error)) from error
-        found = envelopes.largest_allocated(max(0, usable - _other_bytes(place, envelopes.steady)))
+        found = envelopes.largest_allocated(max(0, usable - _other_bytes(target, envelopes.steady)))
         if found == 0:
-            message = "the plan does not fit even one sample"
+            message = "by the plan not even one sample fits"
             raise PlanError(message)
         return num_samples if found is None else min(found, num_samples)
 
     return largest
-
-
-def planned_for_job(job: Job, world: World, known: KnownDevices | None) -> Largest:
-    """Return the limit of `planned_largest` for a job with its default settings."""
-    return planned_largest(job.train_spec, device=world.device, world_size=world.size, known=known)
 
 
 def _accelerator_or_cpu() -> torch.device:
@@ -378,7 +321,7 @@ def _usable_bytes(device: torch.device, world_size: int, headroom: float) -> int
         return int(limit * (1.0 - headroom)) - (outside_bytes(device) or 0) - communicator - WORKSPACE_BYTES
     host = read_host() if device.type == "cpu" else None
     if host is None:
-        message = f"the memory of {device} is not known"
+        message = f"the memory of {device} is unknown"
         raise PlanError(message)
     return int(host.available_bytes * (1.0 - headroom)) // world_size
 

@@ -1,4 +1,4 @@
-"""The subjects of plans: recipes, published models, and models of installed libraries, with a sample."""
+"""What can be planned: recipes, published models, and models of installed libraries, each with a sample."""
 
 import difflib
 import importlib
@@ -21,7 +21,7 @@ from anybatch.core.run_config import RunConfig
 from anybatch.core.tree import Batch
 from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import UserError
-from anybatch.planner.trace.step_spec import MakeTrainSpec
+from anybatch.planner.step_spec import MakeTrainSpec
 from anybatch.recipes.job import Job
 from anybatch.recipes.load import RECIPES, load_recipe
 from anybatch.recipes.planning.decoder import KNOWN_MODELS, Decoder
@@ -29,18 +29,18 @@ from anybatch.recipes.planning.decoder import KNOWN_MODELS, Decoder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSubject:
-    """A training step with its name and a sample."""
+    """A training step to plan, with its name and a sample."""
 
     name: str
-    train: MakeTrainSpec  # builds what to train, with a new model each time
+    train: MakeTrainSpec  # function that returns a `TrainSpec` with a new model
     sample: Batch  # a batch of one sample, on the CPU
-    settings: RunConfig | None = None  # of a job; None for a model, whose batch size is not known before it is built
-    own_batch: bool = False  # the user makes whole batches
+    settings: RunConfig | None = None  # settings of a job; None for a model
+    makes_batches: bool = False  # whether the user's code creates whole batches
     called: Mapping[str, str] = field(default_factory=dict)  # names of blocks in the user's code, as in `StepSpec`
     notes: tuple[str, ...] = ()  # remarks for the user about the sample
 
 
-USUAL_TOKENS = 8_192
+DEFAULT_TOKENS = 8_192
 """Default tokens per sample: long-context models are trained at this length before their context is extended.
 
 Source: Grattafiori et al. 2024, section 3.4.2; Jiang et al. 2023, table 1.
@@ -52,45 +52,39 @@ def adamw(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     return torch.optim.AdamW([parameter for _, parameter in named], lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
 
 
-def _sgd(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-    return torch.optim.SGD([parameter for _, parameter in named], lr=0.1, momentum=0.9, weight_decay=1e-4)
-
-
-def _adafactor(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-    return torch.optim.Adafactor([parameter for _, parameter in named], lr=1e-3)
-
-
-def _adam(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-    return torch.optim.Adam([parameter for _, parameter in named], lr=1e-3)
-
-
-def _rmsprop(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-    return torch.optim.RMSprop([parameter for _, parameter in named], lr=1e-3, momentum=0.9)
+def _made_by(kind: Callable[..., Optimizer], named: Iterable[tuple[str, nn.Parameter]], **options: float) -> Optimizer:
+    return kind([parameter for _, parameter in named], **options)
 
 
 OPTIMIZERS: Mapping[str, Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]] = MappingProxyType(
-    {"adamw": adamw, "adam": _adam, "sgd": _sgd, "adafactor": _adafactor, "rmsprop": _rmsprop}
+    {
+        "adamw": adamw,
+        "adam": partial(_made_by, torch.optim.Adam, lr=1e-3),
+        "sgd": partial(_made_by, torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-4),
+        "adafactor": partial(_made_by, torch.optim.Adafactor, lr=1e-3),
+        "rmsprop": partial(_made_by, torch.optim.RMSprop, lr=1e-3, momentum=0.9),
+    }
 )
 """Optimizers by name; only the size of their state matters to a plan."""
 
 
 def with_optimizer(subject: PlanSubject, name: str) -> PlanSubject:
-    """Return a subject that another optimizer trains."""
+    """Return the subject with another optimizer."""
     if name not in OPTIMIZERS:
         message = f"unknown optimizer {name!r}; choose one of {', '.join(OPTIMIZERS)}."
         raise UserError(message)
     return replace(subject, train=lambda: replace(subject.train(), optimizer=OPTIMIZERS[name]))
 
 
-def length_of(asked: int | None, most: int | None, name: str) -> tuple[int | None, tuple[str, ...]]:
-    """Return the tokens per sample, given the requested number and the model's maximum, and a note about them."""
-    if asked is not None and most is not None and asked > most:
-        message = f"the sequence length {asked} exceeds the {most} tokens that {name} supports."
+def choose_length(requested: int | None, maximum: int | None, name: str) -> tuple[int | None, tuple[str, ...]]:
+    """Return the tokens per sample, and a note for the user if they are fewer than the model's maximum by default."""
+    if requested is not None and maximum is not None and requested > maximum:
+        message = f"the sequence length {requested} exceeds the {maximum} tokens that {name} supports."
         raise UserError(message)
-    if asked is not None or most is None or most <= USUAL_TOKENS:
-        return most if asked is None else asked, ()
-    note = f"sequences of {USUAL_TOKENS:,} tokens ({name} supports {most:,})"
-    return USUAL_TOKENS, (f"{note}; change with sequence_length (--sequence-length)",)
+    if requested is not None or maximum is None or maximum <= DEFAULT_TOKENS:
+        return maximum if requested is None else requested, ()
+    note = f"sequences of {DEFAULT_TOKENS:,} tokens ({name} supports {maximum:,})"
+    return DEFAULT_TOKENS, (f"{note}; change with sequence_length (--sequence-length)",)
 
 
 LIBRARIES = ("transformers", "torchvision", "timm")
@@ -100,12 +94,12 @@ _CLIP_TOKENS = 77
 _HEADS = ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION")
 """Training tasks of transformers; the first one for which a model type has a class is used."""
 _UNPADDED = (
-    "planned for samples without padding, whose attention needs no mask; padded ones need masks, 1 to 5% more memory"
+    "planned for samples without padding, whose attention needs no mask; masks of padded ones take 1 to 5% more memory"
 )
 
 
 def subject_of_library(name: str, *, sequence_length: int | None = None) -> PlanSubject | None:
-    """Return the library model of this name (`name` or `library:name`); None if no installed library has it."""
+    """Return the library model with this name (`name` or `library:name`); None if no installed library has it."""
     library, _, model = name.rpartition(":")
     if library and library not in LIBRARIES:
         return None
@@ -121,11 +115,11 @@ def subject_of_library(name: str, *, sequence_length: int | None = None) -> Plan
     if having[0] == "transformers":
         config = _module("transformers").AutoConfig.for_model(model)
         if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-            # Any token works; without one, the model cannot shift its labels, and raises.
+            # Any token works, but without one the model raises, because it cannot shift its labels.
             config.decoder_start_token_id = 0
         return subject_of_config(config, sequence_length=sequence_length)
     if sequence_length is not None:
-        message = f"a sequence length of {sequence_length} was given, but {name} takes images."
+        message = f"a sequence length of {sequence_length} was given, but {name} is a model for images."
         raise UserError(message)
     return _subject_of_images(having[0], model)
 
@@ -147,13 +141,13 @@ def subject_of_config_file(path: Path, *, sequence_length: int | None = None) ->
 
 
 def subject_of_config(config: Any, *, sequence_length: int | None = None) -> PlanSubject:  # noqa: ANN401 (not a dependency)
-    """Return the model of a configuration of `transformers`, with a sample such as its tokenizer would make."""
+    """Return the model of a configuration of `transformers`, with a sample like those of its tokenizer."""
     name = next(iter(config.architectures or ()), None)
     kind = _class_of(config, name)
-    most = next(
+    maximum = next(
         (found for one in ("max_position_embeddings", "n_positions") if (found := getattr(config, one, None))), None
     )
-    length, notes = length_of(sequence_length, most, name or config.model_type)
+    length, notes = choose_length(sequence_length, maximum, name or config.model_type)
     sample = _sample(config, kind, length)
     over_tokens = sample["labels"].dim() > 1
     # A model that predicts the next token shifts its labels itself.
@@ -168,13 +162,13 @@ def subject_of_config(config: Any, *, sequence_length: int | None = None) -> Pla
 
 
 def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the loss that a model of transformers computes, given labels."""
+    """Return the loss that a model of transformers computes from labels."""
     loss: Tensor = model(**batch).loss
     return loss
 
 
 def class_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the mean cross-entropy over images, of the first head if a model has several."""
+    """Return the mean cross-entropy over images, with the first head if a model has several."""
     logits = model(batch["image"])
     return F.cross_entropy(logits if isinstance(logits, Tensor) else logits[0], batch["label"])
 
@@ -236,7 +230,7 @@ def _subject_of_diffusers(values: Mapping[str, Any]) -> PlanSubject:
 
 
 def _class_of(config: Any, name: str | None) -> Any:  # noqa: ANN401 (not a dependency)
-    """Return the model class of a configuration: the one it names, or the one for the usual task of such models."""
+    """Return the model class that a configuration names, else the class for the usual task of such models."""
     transformers = _module("transformers")
     found = getattr(transformers, name, None) if name else None
     if found is None:
@@ -307,7 +301,7 @@ def _module(library: str) -> Any:  # noqa: ANN401 (a module)
 
 
 def load_subject(name: str, *, sequence_length: int | None = None) -> PlanSubject:
-    """Return the subject of a name.
+    """Return the step to plan for a name.
 
     A name is a published model (`llama-3.1-8b`), a `config.json` of transformers or diffusers, a model type of
     transformers, a model of torchvision or timm (`timm:resnet50`), or a recipe as for `load_recipe`.
@@ -330,35 +324,35 @@ def load_subject(name: str, *, sequence_length: int | None = None) -> PlanSubjec
             if near
             else f"Choose one of {', '.join([*RECIPES, *KNOWN_MODELS])}, or a model of a library."
         )
-        message = f"unknown model or recipe {name!r}. {hint} Write a recipe of your own as file.py:function."
+        message = f"unknown model or recipe {name!r}. {hint} For your own recipe, pass file.py:function."
         raise UserError(message)
     return subject_of_job(load_recipe(name), name)
 
 
 def subject_of_job(job: Job, name: str = "job") -> PlanSubject:
-    """Return the subject of a job, with its first sample, or its longest if the job has lengths."""
+    """Return the step of a job with the data set's first sample, or its longest sample if the job has lengths."""
     dataset = job.dataset()
     size = len(dataset) if job.lengths is not None and hasattr(dataset, "__len__") else 1
     batch = next(iter(job.train_batches(dataset, effective_batch_size=size, steps=1)))
     lengths = lengths_of(batch)
-    place = 0 if lengths is None else max(range(size), key=lengths.tokens.__getitem__)
+    index = 0 if lengths is None else max(range(size), key=lengths.tokens.__getitem__)
     return PlanSubject(
         name=name,
         train=job.train_spec,
-        sample=next(batch.feed([[place]])),
+        sample=next(batch.feed([[index]])),
         settings=job.defaults,
     )
 
 
-def subject_of_known_model(name: str, *, sequence_length: int | None = None, checkpointed: bool = False) -> PlanSubject:
+def subject_of_known_model(name: str, *, sequence_length: int | None = None) -> PlanSubject:
     """Return a published language model, trained by AdamW to predict the next token."""
     config = KNOWN_MODELS[name]
-    length, notes = length_of(sequence_length, config.max_position_embeddings, name)
+    length, notes = choose_length(sequence_length, config.max_position_embeddings, name)
     assert length is not None, "the model has a longest sequence"
     return PlanSubject(
         name=name,
         train=lambda: TrainSpec(
-            model=Decoder(config, checkpointed=checkpointed),
+            model=Decoder(config),
             optimizer=adamw,
             loss=mean_over_tokens(next_token_loss, labels="targets", shift=False),
             clip=1.0,

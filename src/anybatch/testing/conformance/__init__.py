@@ -5,7 +5,7 @@ from anybatch.testing import conformance
 
 class MyTrainer:
     name = "my trainer"
-    def steps(self, split):      # go through split.samples() once, in order, without changing parameters
+    def steps(self, split):      # train on split.samples() once, in order, without changing parameters
         ...
         yield conformance.TrainerStep(gradients={...}, sample_ids=(...))
 

@@ -1,4 +1,4 @@
-"""The interface of a trainer, and its cases: small smooth float64 models, and all kinds of uneven batches."""
+"""The interface of a trainer, and test cases: small smooth models in float64, and all kinds of uneven batches."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ IGNORED = -100
 class LossTerm:
     """One term of a loss: its name, the items that it averages over, and its weight in the loss.
 
-    `over` is "samples"; "targets" (entries of `labels` other than -100, from the second position on if `shift`); or
-    "class weights" (the mean is over the sum of the targets' weights).
+    `over` is "samples"; "targets" (entries of `labels` other than -100; if `shift`, without the first position); or
+    "class weights" (a weighted mean, divided by the sum of the targets' weights).
     """
 
     name: str
@@ -43,7 +43,7 @@ class LossTerm:
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """A loss: `function(model, samples)` returns the mean of each term over the samples of its input.
+    """A loss: `function(model, samples)` returns the mean of each term over these samples, by name of the term.
 
     The mean over zero items is NaN, as in torch, so a trainer has to omit such a term.
     """
@@ -52,9 +52,8 @@ class LossTerms:
     terms: tuple[LossTerm, ...]
 
     def whole(self, model: nn.Module, samples: Samples) -> Tensor:
-        """Return the loss of an un-split batch, which every split has to reproduce."""
+        """Return the loss of an un-split batch; the gradient of every split must be equal to its gradient."""
         means = self.function(model, samples)
-        # The mean over zero items is NaN.
         counted = [term.weight * means[term.name] for term in self.terms if term.count(samples)]
         return torch.stack(counted).sum()
 
@@ -63,8 +62,8 @@ class LossTerms:
 class Case:
     """A training task whose result must not depend on the split.
 
-    `model` builds the model, with the same weights each time, `samples` all samples, along the first axis of every
-    tensor. The last step has the remaining samples. `micro_batch_sizes` are the splits to try.
+    `model()` returns a new model, with the same weights each time. `samples()` returns all samples as tensors whose
+    first axis is the sample; the last step has the remaining samples. `micro_batch_sizes` are the splits to try.
     """
 
     name: str
@@ -75,7 +74,7 @@ class Case:
     micro_batch_sizes: tuple[int, ...]
 
     def expected(self) -> list[Gradients]:
-        """Return the exact gradient of each effective batch: one forward, one backward, nothing split."""
+        """Return the exact gradient of each effective batch, from one forward and backward of the whole batch."""
         samples = self.samples()
         return [
             gradients_of(self.model(), partial(self.loss.whole, samples=part))
@@ -97,7 +96,7 @@ class SplitCase:
 
     @property
     def effective_batch_size(self) -> int:
-        """Samples of one optimizer step; the last one has the remaining ones."""
+        """Samples of one optimizer step; the last step has the remaining samples."""
         return self.case.effective_batch_size
 
     def model(self) -> nn.Module:
@@ -130,17 +129,17 @@ class Adapter(Protocol):
         ...
 
     def steps(self, split: SplitCase) -> Iterable[TrainerStep]:
-        """Go through the samples once, in order, without changing parameters, and return the gradient of every step."""
+        """Return the gradient of every step over the samples, once and in order, without changing parameters."""
         ...
 
 
 def num_samples(samples: Samples) -> int:
-    """Return the length of the first axis."""
+    """Return the number of samples, the length of the first axis."""
     return len(next(iter(samples.values())))
 
 
 def parts(samples: Samples, size: int) -> list[dict[str, Tensor]]:
-    """Return the samples in parts of `size`, the last one with the remaining ones."""
+    """Return the samples in parts of `size`; the last part has the remaining samples."""
     starts = range(0, num_samples(samples), size)
     return [{name: value[start : start + size] for name, value in samples.items()} for start in starts]
 
@@ -153,7 +152,7 @@ def gradients_of(model: nn.Module, *losses: Callable[[nn.Module], Tensor]) -> Gr
 
 
 _NUM_FEATURES, _NUM_CLASSES, _NUM_WORDS, _WIDTH = 6, 4, 9, 12
-# Far apart, so that a mean without these weights is far off.
+# The weights differ much, so that a mean without them has a large error.
 _CLASS_WEIGHTS = (0.2, 2.0, 1.0, 0.6)
 _AUX_WEIGHT = 0.05
 
@@ -203,14 +202,14 @@ def next_word() -> nn.Module:
 
 
 def vectors(number: int) -> dict[str, Tensor]:
-    """Return vectors with classes."""
+    """Return `number` random feature vectors with class labels, the same in each call."""
     generator = torch.Generator().manual_seed(number)
     features = torch.randn(number, _NUM_FEATURES, generator=generator, dtype=torch.float64)
     return {"features": features, "labels": torch.randint(_NUM_CLASSES, (number,), generator=generator)}
 
 
 def sentences(number: int, empty: tuple[int, int] = (0, 0)) -> dict[str, Tensor]:
-    """Return sentences of very different lengths, always equal for the same number."""
+    """Return random sentences of very different lengths, always the same; those in `empty` have no targets."""
     generator = torch.Generator().manual_seed(number)
     words = torch.randint(_NUM_WORDS, (number, _WIDTH), generator=generator)
     lengths = torch.randint(2, _WIDTH + 1, (number, 1), generator=generator)
@@ -241,7 +240,7 @@ def predict(model: nn.Module, samples: Samples) -> Mapping[str, Tensor]:
 
 
 def predict_and_value(model: nn.Module, samples: Samples) -> Mapping[str, Tensor]:
-    """Return this loss and a mean over samples, from one forward."""
+    """Return the mean cross-entropy of `predict` and a mean over samples, from one forward."""
     logits = model(samples["words"])
     words = F.cross_entropy(logits[:, :-1].flatten(0, 1), samples["labels"][:, 1:].flatten())
     return {"words": words, "value": (logits.mean((1, 2)) - samples["value"]).square().mean()}
@@ -256,7 +255,7 @@ TWO_TERMS = LossTerms(
 
 _ROWS = (
     ("even", classifier, partial(vectors, 24), OVER_SAMPLES, 12, (12, 4, 1)),
-    # 13 in parts of 5 leaves 3, and in parts of 4 leaves 1.
+    # 13 samples in parts of 5 leave 3, and in parts of 4 leave 1.
     ("ragged micro-batches", classifier, partial(vectors, 26), OVER_SAMPLES, 13, (13, 5, 4)),
     # Two full windows of 12, and 4 samples.
     ("partial last window", classifier, partial(vectors, 28), OVER_SAMPLES, 12, (12, 4, 2)),
@@ -274,7 +273,7 @@ CASES: tuple[Case, ...] = tuple(
 
 
 def _filled(model: nn.Module) -> nn.Module:
-    """Fill the parameters from a separate generator, independent of any random state."""
+    """Fill the parameters with random numbers from a separate, seeded generator."""
     generator = torch.Generator().manual_seed(11)
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)

@@ -1,4 +1,4 @@
-"""Run a trainer on all cases, and report for each split whether it is correct, or which known fault it has."""
+"""Run a trainer on all cases, and report for each split whether the gradients are correct, or the known fault."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from anybatch.core.loss import Loss, counted, sum_of
 from anybatch.core.loss_kinds import Term as EngineTerm
 from anybatch.core.tensors import Gradients, relative_error
+from anybatch.core.units import columns
 from anybatch.engine.engine import Engine
 from anybatch.testing.conformance.cases import (
     CASES,
@@ -42,7 +43,7 @@ class EngineAdapter:
         model, first = split.model(), 0
         with Engine(
             model,
-            # Only gradients are asked for, and this optimizer changes no parameter.
+            # Only gradients are computed; this optimizer would change no parameter.
             lambda named: torch.optim.SGD(named, lr=0.0),
             declaration(split.loss),
             micro_batch_size=split.micro_batch_size,
@@ -60,7 +61,7 @@ class EngineAdapter:
 
 
 def declaration(loss: LossTerms) -> Loss:
-    """Return a loss with the declaration that the engine needs."""
+    """Return the loss with its declaration for the engine."""
     terms: dict[str, EngineTerm] = {term.name: counted(term.count, weight=term.weight) for term in loss.terms}
     return sum_of(loss.function, **terms)
 
@@ -69,19 +70,19 @@ def declaration(loss: LossTerms) -> Loss:
 class HandWrittenLoop:
     """Gradient accumulation as usually written by hand.
 
-    Without a fault, it correctly divides every micro-batch's sums by the counts of its window. With one:
+    Without a fault, it correctly divides every micro-batch's sums by the counts of its window. With a fault:
 
     - "mean of means" divides each micro-batch's mean loss by the number of micro-batches of the window;
     - "constant divisor" divides it by the number of micro-batches of a full window;
     - "dropped tail" skips the step of a window that is not full;
-    - "duplicated samples" fills the last window up with the first samples, and is right otherwise.
+    - "duplicated samples" fills up the last window with the first samples, and is correct otherwise.
     """
 
     fault: LoopFault | None = None
 
     @property
     def name(self) -> str:
-        """Its fault."""
+        """The name in tables, with the fault."""
         return f"hand-written loop: {self.fault or 'right'}"
 
     def steps(self, split: SplitCase) -> Iterator[TrainerStep]:
@@ -110,29 +111,29 @@ class HandWrittenLoop:
 
 
 def _plain_mean(loss: LossTerms, part: Samples, divisor: int, model: nn.Module) -> Tensor:
-    """Return a micro-batch's mean loss, of any kind, divided by a number of micro-batches."""
+    """Return a micro-batch's mean loss, divided by a number of micro-batches."""
     means = loss.function(model, part)
     return torch.stack([term.weight * means[term.name] for term in loss.terms]).sum() / divisor
 
 
 def _share(loss: LossTerms, part: Samples, batch: Samples, model: nn.Module) -> Tensor:
-    """Return a micro-batch's sums divided by the counts of its window, without terms that count nothing here."""
+    """Return a micro-batch's sums divided by the counts of its window; terms without items here are left out."""
     means = loss.function(model, part)
     counts = [(term, term.count(part), term.count(batch)) for term in loss.terms]
     shares = [term.weight * means[term.name] * here / all_ for term, here, all_ in counts if here]
-    # If nothing counts, a zero with a graph, so that the backward still runs.
+    # Without any item, return a zero that has a graph, so that the backward still runs.
     return torch.stack(shares).sum() if shares else next(iter(means.values())).nan_to_num(0.0) * 0.0
 
 
-_NAMED: tuple[LoopFault, ...] = ("mean of means", "constant divisor", "duplicated samples")
+_DETECTED_FAULTS: tuple[LoopFault, ...] = ("mean of means", "constant divisor", "duplicated samples")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One case with one split.
 
-    `error` is the largest relative error of a step's gradient; infinite where steps are missing, or the trainer raised.
-    `reason` is the reason of a failure, in a sentence; empty on success.
+    `error` is the largest relative error of a step's gradient; infinite if steps are missing or the trainer raised.
+    `reason` is the reason for a failure, in a sentence; empty on success.
     """
 
     case: str
@@ -167,9 +168,8 @@ class Table:
         """Return the verdicts as lines."""
         cells = [("case", "micro-batch", "error", "verdict")]
         cells += [(row.case, str(row.micro_batch_size), f"{row.error:.1e}", row.reason or "exact") for row in self.rows]
-        widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
-        return "\n".join([f"{self.adapter}: {len(self.rows) - len(self.failures)} of {len(self.rows)} hold", *lines])
+        head = f"{self.adapter}: {len(self.rows) - len(self.failures)} of {len(self.rows)} hold"
+        return "\n".join([head, *columns(cells, num_left=4)])
 
 
 def run(adapter: Adapter, cases: Sequence[Case] = CASES, *, tolerance: float = 1e-12) -> Table:
@@ -194,7 +194,7 @@ def _row(adapter: Adapter, split: SplitCase, expected: Sequence[Gradients], tole
         steps = list(adapter.steps(split))
     except Exception as error:  # noqa: BLE001 (any error is a verdict)
         return _verdict(split, float("inf"), f"raised {type(error).__name__}: {error}")
-    # Not strict: different numbers of steps are a separate verdict, below.
+    # Not strict, because different numbers of steps get a separate verdict below.
     errors = [relative_error(step.gradients, gradient) for step, gradient in zip(steps, expected, strict=False)]
     if len(steps) != len(expected):
         partial_tail = num_samples(split.samples()) % split.effective_batch_size
@@ -204,9 +204,9 @@ def _row(adapter: Adapter, split: SplitCase, expected: Sequence[Gradients], tole
     wrong = [number for number, error in enumerate(errors) if not error <= tolerance]  # NaN is wrong too
     if not wrong:
         return _verdict(split, max(errors), about_samples)
-    # The known faulty loops run as references: the one with equal gradients names the fault.
-    named = [fault for fault in _NAMED if _is_fault(split, fault, steps, tolerance)]
-    why = about_samples or " or ".join(named) or "another gradient"
+    # A faulty hand-written loop with the same gradients identifies the fault.
+    faults = [fault for fault in _DETECTED_FAULTS if _is_fault(split, fault, steps, tolerance)]
+    why = about_samples or " or ".join(faults) or "another gradient"
     return _verdict(split, max(errors, key=_nan_first), f"{why} (step {wrong[0] + 1} of {len(steps)})")
 
 

@@ -1,4 +1,4 @@
-"""What a trace of one rank lacks: other ranks, FSDP2's allocations outside of operations, and further micro-batches."""
+"""Emulates parts that a trace of one rank lacks: other ranks, allocations by FSDP2, and further micro-batches."""
 
 import sys
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from torch import nn
 
 from anybatch.core.geometry import ceil_div
 from anybatch.core.loss import Loss
-from anybatch.core.loss_kinds import AcrossSamples
+from anybatch.core.loss_kinds import ONLY_TERM, LossKind, Term
 from anybatch.core.tree import Batch, flatten_batch, map_tensors
 from anybatch.errors import CannotPlanError, PlanError
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.trace import MemoryTrace
 from anybatch.parallel.world import World
-from anybatch.planner.torch_internals import imagined_store
-from anybatch.planner.trace.step_spec import StepSpec
+from anybatch.planner.step_spec import StepSpec
+from anybatch.planner.torch_internals import fake_store
 
 
 @contextmanager
@@ -34,13 +34,13 @@ def fake_ranks(size: int, device_bytes: int | None = None) -> Iterator[World]:
         return
     if dist.is_initialized():
         message = (
-            f"cannot plan, will probe: planning {size} ranks needs a fake process group, but this process is rank "
+            f"cannot plan this step: planning {size} ranks needs a fake process group, but this process is rank "
             f"{dist.get_rank()} of a real one with {dist.get_world_size()} ranks. Plan before init_process_group, or "
             "in another process."
         )
         raise CannotPlanError(message)
-    hook = sys.excepthook  # torch replaces it by a hook that prints "[rank0]:", and never restores it
-    dist.init_process_group("fake", rank=0, world_size=size, store=imagined_store())
+    hook = sys.excepthook  # torch replaces this hook with one that prints "[rank0]:", and never restores it
+    dist.init_process_group("fake", rank=0, world_size=size, store=fake_store())
     try:
         yield World(rank=0, size=size, device_bytes=device_bytes)
     finally:
@@ -51,8 +51,8 @@ def fake_ranks(size: int, device_bytes: int | None = None) -> Iterator[World]:
 class StreamPools:
     """Numbers the streams that allocate memory, in order of first use.
 
-    FSDP2 allocates its buffers for gathering and reducing in separate streams. CPU streams do nothing, but report which
-    one is current.
+    FSDP2 allocates its buffers for gathering and reducing in separate streams. CPU streams have no effect, but torch
+    reports which one is current.
     """
 
     def __init__(self) -> None:
@@ -67,17 +67,17 @@ class StreamPools:
 
 
 @contextmanager
-def resizes_booked(ledger: MemoryLedger) -> Iterator[None]:
-    """Record resized storages too: FSDP2 frees gathered weights by a resize, which is not an operation."""
+def recorded_resizes(ledger: MemoryLedger) -> Iterator[None]:
+    """Record resizes of storages too: FSDP2 frees gathered weights by a resize, which is not an operation."""
     storage_class: Any = torch.UntypedStorage
     resize = storage_class.resize_
 
-    def resize_and_book(storage: torch.UntypedStorage, num_bytes: int) -> Any:  # noqa: ANN401 (what torch returns)
+    def resize_and_record(storage: torch.UntypedStorage, num_bytes: int) -> Any:  # noqa: ANN401 (what torch returns)
         resized = resize(storage, num_bytes)
-        ledger.resized("weights", storage)
+        ledger.record_resize("weights", storage)
         return resized
 
-    storage_class.resize_ = resize_and_book
+    storage_class.resize_ = resize_and_record
     try:
         yield
     finally:
@@ -85,8 +85,8 @@ def resizes_booked(ledger: MemoryLedger) -> Iterator[None]:
 
 
 def with_gradients(trace: MemoryTrace) -> MemoryTrace:
-    """Return the trace with temporaries that outlive their backward as gradients: FSDP2 keeps these outside `.grad`."""
-    gone_at = {-event - 1: position for position, event in enumerate(trace.events) if event < 0}
+    """Return the trace with temporaries that outlive a backward as gradients, which FSDP2 keeps outside of `.grad`."""
+    freed_at = {-event - 1: position for position, event in enumerate(trace.events) if event < 0}
     ends = [position for position, name in trace.marks if name.startswith("micro-batch") and name.endswith("ends")]
     kept = set()
     for position, event in enumerate(trace.events):
@@ -94,7 +94,7 @@ def with_gradients(trace: MemoryTrace) -> MemoryTrace:
         if event > 0 and one.phase == "backward" and one.category == "temporaries":
             # An allocation of the backward that outlives its micro-batch is a gradient.
             end = next((end for end in ends if end > position), None)
-            if end is not None and gone_at.get(event - 1, end) >= end:
+            if end is not None and freed_at.get(event - 1, end) >= end:
                 kept.add(event - 1)
     allocations = (
         replace(one, category="gradients") if number in kept else one for number, one in enumerate(trace.allocations)
@@ -113,8 +113,8 @@ def joint_limit(spec: StepSpec) -> int | None:
 class AllRows(nn.Module):
     """Replaces the function of `ab.joint`: repeats the traced rows to fill a whole effective batch.
 
-    Also allocates the outputs, and their gradients, that the engine keeps for micro-batches that are not traced, until
-    the step ends. Plans a few rows too many, never too few, since traced outputs coexist with their repetition.
+    Until the step ends, it also allocates the outputs and gradients that the engine keeps for untraced micro-batches.
+    Slightly too much memory is planned, never too little, since the traced outputs exist next to their repetition.
 
     Raises:
         PlanError: the effective batch size is unknown.
@@ -129,7 +129,7 @@ class AllRows(nn.Module):
             )
             raise PlanError(message)
         self._num_rows = effective_batch_size
-        self._own_rows = ceil_div(effective_batch_size, world_size)
+        self._rank_rows = ceil_div(effective_batch_size, world_size)
         self._function = loss.function
         self._encode = loss.kind.encode
         self._kept: list[torch.Tensor] = []
@@ -139,29 +139,29 @@ class AllRows(nn.Module):
 
     def as_loss(self) -> Loss:
         """Return a loss that uses this module as its function."""
-        return Loss(self, AcrossSamples(self.encode))
+        return Loss(self, LossKind({ONLY_TERM: Term(None)}, encode=self.encode))
 
     def encode(self, model: Any, batch: Batch) -> Batch:  # noqa: ANN401 (the user's model)
-        """Return the outputs of a micro-batch; for the first, allocate the outputs of untraced ones too."""
+        """Return the outputs of a micro-batch; in the first, also allocate the outputs of untraced micro-batches."""
         assert self._encode is not None
         outputs = self._encode(model, batch)
         if not self._num_encoded:
-            own, _ = flatten_batch(outputs)
+            tensors, _ = flatten_batch(outputs)
             # The outputs of the two traced micro-batches are allocated anyway.
-            self._keep(own, self._own_rows - 2 * len(own[0]) if own else 0)
+            self._keep(tensors, self._rank_rows - 2 * len(tensors[0]) if tensors else 0)
         self._num_encoded += 1
         return outputs
 
     def forward(self, model: Any, outputs: Batch) -> Any:  # noqa: ANN401 (the user's model, and what the loss returns)
         """Return the function's result for the rows of a whole effective batch."""
-        own, _ = flatten_batch(outputs)
+        tensors, _ = flatten_batch(outputs)
         # Keep one detached row for its shape and type, without keeping the graph alive.
-        self._differentiable = [tensor.detach()[:1] for tensor in own if tensor.requires_grad]
-        self._num_missing = self._num_rows - len(own[0])
+        self._differentiable = [tensor.detach()[:1] for tensor in tensors if tensor.requires_grad]
+        self._num_missing = self._num_rows - len(tensors[0])
         if self._num_missing <= 0:
             return self._function(model, outputs)
         # Indexing allocates as much as concatenating the outputs of all micro-batches.
-        rows = torch.arange(self._num_rows) % len(own[0])
+        rows = torch.arange(self._num_rows) % len(tensors[0])
         return self._function(model, map_tensors(outputs, lambda tensor: tensor[rows]))
 
     def begin_second_pass(self) -> None:

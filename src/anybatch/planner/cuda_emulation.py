@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from anybatch.memory.torch_internals import tree_leaves, tree_map
-from anybatch.parallel.local_parts import is_dtensor
+from anybatch.parallel.dtensors import is_dtensor
 from anybatch.planner.torch_internals import kernel_library, registered_operations, schema_of, without_autocast_kernels
 
 Profile = Literal["cuda", "cpu"]
@@ -71,13 +71,13 @@ _LOCK = threading.RLock()
 
 @contextmanager
 def allocating_as(profile: Profile) -> Iterator[None]:
-    """Let fake CPU tensors allocate as on another device while entered.
+    """Make fake CPU tensors allocate as on another device inside the `with` block.
 
-    This changes CPU autocast in the whole process, so a second profile waits for the first to end. On any device,
-    `_grouped_mm` gets a meta kernel for all dtypes that its real kernel accepts, not for bf16 alone.
+    This changes CPU autocast in the whole process, so a second profile waits for the first to end. In both profiles
+    `_grouped_mm` gets a meta kernel for all dtypes that its real kernel accepts, not for bf16 only.
     """
     # The order matters on exit: kernels are unregistered before the lock is released.
-    with _LOCK, _registered(_described(), "Meta"):
+    with _LOCK, _registered(_meta_kernels(), "Meta"):
         if profile == "cpu":
             yield
             return
@@ -101,7 +101,7 @@ def _kernels_as_on_cuda() -> Iterator[None]:
 
 @contextmanager
 def _registered(kernels: Iterable[tuple[str, Callable[..., Any]]], key: str) -> Iterator[None]:
-    """Register kernels under a dispatch key while entered."""
+    """Register kernels under a dispatch key inside the `with` block."""
     with kernel_library() as library:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # kernels are replaced on purpose
@@ -129,15 +129,15 @@ def choose_foreach(optimizer: Optimizer, profile: Profile) -> None:
 def _kernels() -> list[tuple[str, Callable[..., Any]]]:
     """Return the kernels to register under AutocastCPU, by operation."""
     on_cpu, on_cuda = registered_operations("AutocastCPU"), registered_operations("AutocastCUDA")
-    made: list[tuple[str, Callable[..., Any]]] = [
+    kernels: list[tuple[str, Callable[..., Any]]] = [
         # Operations that autocast casts only on the CPU must pass through unchanged, as on CUDA.
         (name, torch.library.fallthrough_kernel)
         for name in sorted(on_cpu - on_cuda)
     ]
     for policy, names in POLICIES.items():
         # The table is for one version of torch; skip operations that this version does not cast on CUDA.
-        made += [(name, _kernel(_operation(name), policy)) for name in names if name in on_cuda]
-    return made
+        kernels += [(name, _kernel(_operation(name), policy)) for name in names if name in on_cuda]
+    return kernels
 
 
 def _operation(name: str) -> Any:  # noqa: ANN401 (torch's type has no name in public)
@@ -153,8 +153,8 @@ def _kernel(operation: Any, policy: AutocastPolicy) -> Callable[..., Any]:  # no
         with without_autocast_kernels():
             if policy == "set_dtype":
                 names = [argument.name for argument in schema_of(operation).arguments]
-                asked = kwargs.get("dtype", dict(zip(names, args, strict=False)).get("dtype"))
-                if _eligible(args[0]) and asked is None:
+                dtype_argument = kwargs.get("dtype", dict(zip(names, args, strict=False)).get("dtype"))
+                if _eligible(args[0]) and dtype_argument is None:
                     args, kwargs = args[: names.index("dtype")], {**kwargs, "dtype": torch.float32}
                 return operation(*args, **kwargs)
             if policy == "append_dtype":
@@ -226,7 +226,7 @@ def _rms_norm(
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Allocates and saves like a fused RMS norm but computes nothing: for fake tensors only."""
+    """Allocates and saves the memory of a fused RMS norm, but computes nothing; for fake tensors only."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor | None, num_axes: int) -> torch.Tensor:  # noqa: ANN401 (torch's type)
@@ -245,8 +245,8 @@ class _RMSNorm(torch.autograd.Function):
         )
 
 
-def _described() -> list[tuple[str, Callable[..., Any]]]:
-    """Return meta kernels for operations whose built-in one rejects dtypes that the real kernels accept."""
+def _meta_kernels() -> list[tuple[str, Callable[..., Any]]]:
+    """Return meta kernels for operations whose built-in meta kernel rejects dtypes that real kernels accept."""
     return [(name, _grouped_product) for name in ("_grouped_mm",) if hasattr(torch.ops.aten, name)]
 
 

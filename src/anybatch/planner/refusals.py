@@ -1,4 +1,4 @@
-"""Reject steps that a trace cannot follow, with the line of the user's code, and answer reads of unknown numbers."""
+"""Reject steps that a trace cannot follow, with the line of the user's code; make up values that fake tensors lack."""
 
 import linecache
 import logging
@@ -16,34 +16,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from anybatch.core.torch_internals import num_changes
-from anybatch.engine.torch_internals import is_compiled
+from anybatch.core.torch_internals import is_compiled, num_changes
 from anybatch.errors import CannotPlanError, LossError, UserError
 from anybatch.memory.torch_internals import DataDependentOutputException, TorchDispatchMode
 from anybatch.memory.trace import Phase
 from anybatch.parallel.strategy import Strategy
 from anybatch.planner.torch_internals import known_operations, operation
-from anybatch.planner.trace.cuda_emulation import Profile
 
 
 def refuse_strategy(strategy: str | Callable[[], Strategy]) -> None:
     """Reject strategies that use several devices in one process, since a trace sees only one."""
     if strategy == "data_parallel" or (callable(strategy) and strategy().capabilities.splits_micro_batches):
         message = (
-            "cannot plan, will probe: several replicas in one process are not supported. Plan strategy='ddp', whose "
+            "cannot plan this step: several replicas in one process are not supported. Plan strategy='ddp', whose "
             "ranks need less memory than the first replica."
         )
         raise CannotPlanError(message)
 
 
-def refuse_undescribed(modules: nn.Module, profile: Profile) -> None:
-    """Reject layers whose CUDA kernels save memory that a trace on the CPU does not show."""
+def refuse_undescribed(modules: nn.Module) -> None:
+    """Reject layers whose kernels keep memory that a trace does not show."""
     for name, module in modules.named_modules():
-        if profile == "cuda" and isinstance(module, nn.RNNBase):
-            layer = f"{type(module).__name__} {name or 'model'!r}"
+        if isinstance(module, nn.RNNBase):
             message = (
-                f"cannot plan, will probe: on a GPU, {layer} runs in a cuDNN kernel, and how much memory it saves for "
-                "its backward is not documented."
+                f"cannot plan this step: {name or 'model'!r} is a recurrent layer ({type(module).__name__}), whose "
+                "kernels keep memory for the backward that a trace does not show. Use micro_batch_size='auto', which "
+                "tries sizes on the device."
             )
             raise CannotPlanError(message)
 
@@ -56,29 +54,21 @@ def refuse_long_loop(num_operations: int) -> None:
     """Reject a step with too many operations, such as a model that loops over tokens in Python."""
     if num_operations > MAX_OPERATIONS:
         message = (
-            f"cannot plan, will probe: the step has more than {MAX_OPERATIONS:,} operations, too many to trace. Models "
-            "that loop over tokens in Python, such as Mamba without its CUDA kernels, run several per token: plan "
+            f"cannot plan this step: the step has more than {MAX_OPERATIONS:,} operations, too many to trace. Models "
+            "that loop over tokens in Python, such as Mamba without its CUDA kernels, run several per token. Plan "
             "a shorter sequence_length, or let micro_batch_size='auto' try sizes on the device."
         )
         raise CannotPlanError(message)
 
 
-def not_followed(modules: nn.Module, *, offloads: bool) -> tuple[str, ...]:
+def untraced_features(modules: nn.Module) -> tuple[str, ...]:
     """Return notes on features that a trace does not follow, and how they affect the plan."""
-    notes = []
     if any(map(is_compiled, modules.modules())):
-        notes.append(
-            "the plan is for the model without torch.compile, which saves 2 to 8% of the memory in publications"
-        )
-    if offloads:
-        notes.append(
-            "the plan ignores torch.autograd.graph.save_on_cpu and counts offloaded tensors on the device. "
-            "Remove it and plan with offload instead, which the plan takes into account"
-        )
-    return tuple(notes)
+        return ("the plan is for the model without torch.compile, with which published runs need 2 to 8% less memory",)
+    return ()
 
 
-_OURS = Path(__file__).resolve().parents[2]
+_OURS = Path(__file__).resolve().parents[1]
 _TORCH = Path(torch.__file__).resolve().parent
 _STANDARD = Path(sysconfig.get_path("stdlib")).resolve()
 
@@ -99,30 +89,30 @@ def as_planning_errors(modules: nn.Module, read_at: Callable[[], str] = str) -> 
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        # A branch on data may be why the loss has no graph. Other UserErrors pass unchanged.
+        # The loss may have no graph because of a branch on data. Other UserErrors are raised unchanged.
         if isinstance(error, UserError) and not (isinstance(error, LossError) and read_at()):
             raise
         first = next(iter(str(error).splitlines()), "")
         names = {id(module): name for name, module in modules.named_modules() if name}
-        is_slip = isinstance(error, (AttributeError, ImportError, LookupError, NameError, TypeError))
+        is_user_error = isinstance(error, (AttributeError, ImportError, LookupError, NameError, TypeError))
         why = (
             "Real data probably raises this error too: run the loss on one batch."
-            if is_slip
-            else "Steps that depend on data values, or use kernels without a meta implementation, cannot be planned."
+            if is_user_error
+            else "Steps that depend on data values, or use kernels without a fake implementation, cannot be planned."
         )
         message = (
-            "cannot plan, will probe: the step does not run on tensors without data "
-            f"({type(error).__name__}: {first}){place(traceback.walk_tb(error.__traceback__), names)}. {why}"
+            "cannot plan this step: the step does not run on tensors without data "
+            f"({type(error).__name__}: {first}){user_location(traceback.walk_tb(error.__traceback__), names)}. {why}"
         )
         if read_at():
-            message += f" Before that, it read a number or truth value, which fake tensors do not have{read_at()}."
+            message += f" Before that, it read a number or bool from a tensor, which fake tensors lack{read_at()}."
         raise CannotPlanError(message) from error
     finally:
         log.disabled = was_disabled
 
 
-def place(frames: Iterable[tuple[FrameType, int]], names: Mapping[int, str] | None = None) -> str:
-    """Return the innermost user module and line, such as ", in head (Head) at file.py:3"."""
+def user_location(frames: Iterable[tuple[FrameType, int]], names: Mapping[int, str] | None = None) -> str:
+    """Return the innermost module and line of the user's code, such as ", in head (Head) at file.py:3"."""
     inside = at = ""
     for frame, number in frames:
         module = frame.f_locals.get("self")
@@ -143,7 +133,7 @@ def _is_standard(file: Path) -> bool:
     return file.resolve().is_relative_to(_STANDARD) and "site-packages" not in file.parts
 
 
-_LOOKS_FOR_OVERFLOW = operation("_amp_foreach_non_finite_check_and_unscale_.default")
+_CHECKS_OVERFLOW = operation("_amp_foreach_non_finite_check_and_unscale_.default")
 _READS = (operation("_local_scalar_dense.default"), torch.ops.aten.equal.default)
 _DRAWS = known_operations(("rand.default", "rand.generator"))
 _COMPARES: Mapping[Any, Callable[[Any, Any], bool]] = {
@@ -152,22 +142,22 @@ _COMPARES: Mapping[Any, Callable[[Any, Any], bool]] = {
     operation("lt.Scalar"): operator.lt,
     operation("le.Scalar"): operator.le,
 }
-_FOLLOWING = "Following a number that is drawn"
+_FOLLOWING = "Following a random number"
 
-WATCHED = frozenset({_LOOKS_FOR_OVERFLOW, *_READS, *_DRAWS, *_COMPARES})
+WATCHED = frozenset({_CHECKS_OVERFLOW, *_READS, *_DRAWS, *_COMPARES})
 """Operations that must reach `HostReads` every time, so their results are not cached."""
 
 
 class HostReads(TorchDispatchMode):
-    """Answers `.item()`, `if tensor:` and `torch.equal` on fake tensors, which would raise otherwise.
+    """Makes up the values of `.item()`, `if tensor:` and `torch.equal` on fake tensors, which would raise otherwise.
 
-    The check of fp16 gradients for overflow returns no overflow, since the update would be skipped otherwise.
+    The check of fp16 gradients for overflow finds no overflow, since the update would be skipped otherwise.
 
-    With real data the program might branch differently. To detect this, it runs again with alternative answers, and the
-    two traces are compared.
+    With real data the program might branch differently. To detect this, the program runs again with other made-up
+    values (`other`), and the two traces are compared.
 
-    Reads of a number drawn by `torch.rand`, or of a comparison with it, are answered as for a draw near 1 (alternative:
-    near 0), so that a layer with drop probability 0 is never dropped. (`torch.rand` returns 0 once in 16 million.)
+    For a number drawn by `torch.rand`, or a comparison with it, the value is that of a draw near 1 (with `other`: near
+    0), so that a layer with drop probability 0 is never dropped. (`torch.rand` returns 0 once in 16 million.)
     """
 
     def __init__(self, phase: Callable[[], Phase], *, other: bool = False) -> None:
@@ -189,10 +179,10 @@ class HostReads(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 (any result)
-        """Run an operation; make up the result if it reads a number from a fake tensor."""
+        """Run an operation; make up the result if it reads a value of a fake tensor."""
         del types
-        if func is _LOOKS_FOR_OVERFLOW:
-            # The operation's flag; later reads of it return no overflow.
+        if func is _CHECKS_OVERFLOW:
+            # The tensor with the operation's flag; later reads of it return no overflow.
             self._overflows.append(args[1])
         if func not in _READS:
             result = func(*args, **(kwargs or {}))
@@ -202,18 +192,18 @@ class HostReads(TorchDispatchMode):
                 self._remember(result, _COMPARES[func](drawn, args[1]))
             return result
         try:
-            return func(*args, **(kwargs or {}))  # a number written by the program itself is known
+            return func(*args, **(kwargs or {}))  # the value is known, because the program has set it
         except DataDependentOutputException:
             return self._substitute(func, args[0])
 
     def _substitute(self, func: Any, read: torch.Tensor) -> float:  # noqa: ANN401 (as above)
-        """Return the answer to a read of a fake tensor, and count it."""
+        """Return a made-up value for a read of a fake tensor, and count the read."""
         # Compare identities, since comparing values would be another read.
         if any(read is overflow for overflow in self._overflows):
             return 0.0
         drawn = None if func is torch.ops.aten.equal.default else self._draw_in(read)
         if not self.at and self._phase() in {"forward", "backward"}:
-            self.at = place(reversed(list(traceback.walk_stack(None))))
+            self.at = user_location(reversed(list(traceback.walk_stack(None))))
             self.is_drawn = drawn is not None
         is_truth = func is not _READS[0] or read.dtype is torch.bool
         (self.truths if is_truth else self.numbers)[self._phase()] += 1

@@ -9,13 +9,11 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from anybatch.core.loss import declared
 from anybatch.core.tensors import repeated_blocks
@@ -25,22 +23,9 @@ from anybatch.engine.arguments import TrainSpec
 from anybatch.engine.user_code import Model
 from anybatch.errors import CannotPlanError
 from anybatch.parallel.strategy import Strategy
-from anybatch.planner.torch_internals import checkpointed, known_operations, without_subclasses
-from anybatch.planner.trace.cuda_emulation import Profile
-from anybatch.planner.trace.fake_tensor_cache import ResultCache
-
-Keeping = Literal["inputs", "products"]
-"""Activations that a checkpointed block saves: its inputs, or also the results of matrix products and attention."""
-
-_PRODUCTS: Final = known_operations(
-    [
-        *("mm.default", "addmm.default", "bmm.default", "baddbmm.default", "convolution.default"),
-        "_scaled_dot_product_flash_attention.default",
-        "_scaled_dot_product_efficient_attention.default",
-        "_scaled_dot_product_cudnn_attention.default",
-        "_scaled_dot_product_flash_attention_for_cpu.default",
-    ]
-)
+from anybatch.planner.cuda_emulation import Profile
+from anybatch.planner.fake_tensor_cache import ResultCache
+from anybatch.planner.torch_internals import checkpointed, without_subclasses
 
 
 def as_module(model: Model) -> nn.Module:
@@ -48,21 +33,12 @@ def as_module(model: Model) -> nn.Module:
     return nn.ModuleDict(dict(model)) if isinstance(model, Mapping) else model
 
 
-def checkpoint_blocks(model: Model, keeping: Keeping = "inputs", *, every: int = 1) -> Model:
+def checkpoint_blocks(model: Model) -> Model:
     """Wrap the repeated blocks of a model in activation checkpointing; return the model."""
-    contexts: dict[str, Any] = {}
-    if keeping == "products":
-        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
     for blocks in repeated_blocks(as_module(model)):
-        for name in blocks.names[::every]:
-            wrapped = checkpointed(blocks.parent.get_submodule(name), contexts)
-            setattr(blocks.parent, name, wrapped)
+        for name in blocks.names:
+            setattr(blocks.parent, name, checkpointed(blocks.parent.get_submodule(name)))
     return model
-
-
-def _keep_products(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    del context, args, kwargs
-    return CheckpointPolicy.MUST_SAVE if operation in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 ValueT = TypeVar("ValueT")
@@ -71,7 +47,7 @@ Mode = AbstractContextManager[object]
 
 
 def build(factory: Callable[[], ValueT]) -> tuple[ValueT, str | None]:
-    """Call a factory on the meta device, or normally if that fails; restore the random state."""
+    """Return the result of a factory on the meta device, or without it and with the reason if that fails."""
     # Initialisation draws random numbers, and a plan must not advance the user's generators.
     with torch.random.fork_rng(devices=[]):
         try:
@@ -98,7 +74,7 @@ def fake_twin(value: ValueT, mode: Mode) -> ValueT:
     except CannotPlanError:
         raise
     except Exception as error:
-        message = f"cannot plan, will probe: the model cannot be copied ({type(error).__name__}: {error})."
+        message = f"cannot plan this step: the model cannot be copied ({type(error).__name__}: {error})."
         raise CannotPlanError(message) from error
 
 
@@ -157,7 +133,7 @@ class _Replacement(TorchFunctionMode):
         plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
         if not plain or tensor.is_quantized:
             message = (
-                f"cannot plan, will probe: tensors of type {type(tensor).__name__} with layout {tensor.layout} are not "
+                f"cannot plan this step: tensors of type {type(tensor).__name__} with layout {tensor.layout} are not "
                 "supported."
             )
             raise CannotPlanError(message)
@@ -166,13 +142,13 @@ class _Replacement(TorchFunctionMode):
         with without_subclasses(), self._mode, torch.no_grad():
             known = self._storages.get(storage_key(storage))
             if known is None:
-                made = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+                new = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
                 # The usual case: the tensor fills its storage. A view of a larger storage needs that storage first.
-                if made.untyped_storage().nbytes() == storage.nbytes() and not tensor.storage_offset():
-                    self._storages[storage_key(storage)] = storage, made
-                    return made
-                made = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
-                self._storages[storage_key(storage)] = known = storage, made
+                if new.untyped_storage().nbytes() == storage.nbytes() and not tensor.storage_offset():
+                    self._storages[storage_key(storage)] = storage, new
+                    return new
+                new = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
+                self._storages[storage_key(storage)] = known = storage, new
             shared = known[1].untyped_storage()
             empty = torch.empty(0, dtype=dtype, device="cpu")
             return empty.set_(shared, tensor.storage_offset(), size, stride)
@@ -206,13 +182,13 @@ class StepSpec:
     device_bytes: int | None = None  # memory of each rank's device
     num_micro_batches: int = NUM_MICRO_BATCHES  # micro-batches of a rank in the traced steps
     input_samples: int | None = None  # number of samples whose inputs are in memory on a CPU
-    called: Mapping[str, str] = field(default_factory=dict)  # this model's names: the library's, for suggested code
+    called: Mapping[str, str] = field(default_factory=dict)  # name in this model -> name in the user's code, for hints
     profile: Profile = "cuda"  # device type whose allocations are planned, "cuda" or "cpu"
     cache: ResultCache = field(default_factory=ResultCache)  # results of operations on fake tensors
 
     @property
     def trained(self) -> TrainSpec:
-        """The `TrainSpec` of a step returned by `built`."""
+        """The `TrainSpec` of a step that `built` has returned."""
         assert isinstance(self.train, TrainSpec), "the step has been built"
         return self.train
 
@@ -222,7 +198,7 @@ class StepSpec:
 
 
 def samples_in_memory(spec: StepSpec, share: int | None) -> int | None:
-    """Return the number of samples whose inputs are in memory together; None for the traced micro-batches alone.
+    """Return the number of samples whose inputs are in memory simultaneously; None: those of the traced micro-batches.
 
     If a loss counts items in the data, a CPU rank loads its whole share before the first micro-batch, since the divisor
     depends on it. An accelerator still receives one micro-batch at a time.
@@ -234,7 +210,7 @@ def samples_in_memory(spec: StepSpec, share: int | None) -> int | None:
 
 
 def built(spec: StepSpec) -> tuple[StepSpec, str | None]:
-    """Return the step with its model, made without memory if possible, and the reason if it needed real memory."""
+    """Return the step with a model that has no data if possible, and the reason if the model needed real memory."""
     if isinstance(spec.train, TrainSpec):
         return spec, None
     # On the meta device a model of any size needs no memory, unless its code reads numbers.

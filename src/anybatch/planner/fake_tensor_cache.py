@@ -1,12 +1,10 @@
 """Cache the results of operations on fake tensors.
 
-A model of equal blocks runs the same few dozen operations thousands of times, and `FakeTensorMode` needs longer for one
-than a CPU needs to compute it. This cache runs an operation once per set of shapes and types, and then recreates the
-result from its metadata: shape, type, and the argument whose memory it shares.
+A model of equal blocks runs the same few dozen operations thousands of times, and `FakeTensorMode` needs longer for an
+operation than a CPU needs to compute it. This cache runs an operation once per set of shapes and types, and then
+recreates the result from its metadata: shape, type, and the argument whose memory it shares.
 
-The cache relies on private details of `FakeTensor`, so the first result of each operation is recreated and compared. If
-they differ, or a private name is missing, the operation runs in `FakeTensorMode`: the plan is the same, but takes up to
-five times as long.
+The first result of each operation is recreated and compared; if they differ, the operation runs every time.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,25 +16,20 @@ import torch
 from anybatch.core.torch_internals import storage_key
 from anybatch.memory.ledger import DEVICE, MemoryLedger, OperationObserver, PoolSelector
 from anybatch.memory.torch_internals import FakeTensor, FakeTensorMode, is_traceable_wrapper_subclass_type
+from anybatch.planner.refusals import WATCHED
 from anybatch.planner.torch_internals import (
     fake_device_getter,
-    keys_of,
     schema_of,
-    subclass_of,
     undispatched,
-    warn_of_data,
 )
-from anybatch.planner.trace.refusals import WATCHED
 
-# Exact types, since a subclass may compare and hash in its own way.
+# Exact types, since a subclass may define other comparisons and hashes.
 _PLAIN = frozenset(
     {int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
 _LISTS = frozenset({list, tuple, torch.Size})
 _NOT_BY_SHAPE = frozenset({torch.Tag.data_dependent_output, torch.Tag.inplace_view})
-"""Tags of operations that read numbers or change the shape of their arguments."""
-_UNDESCRIBED = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
-"""Operations that save more memory for their backward than torch's meta kernel shows."""
+"""Tags of operations that read values of tensors or change the shape of their arguments."""
 _META = torch.device("meta")
 _device_of = fake_device_getter()
 
@@ -44,8 +37,8 @@ _device_of = fake_device_getter()
 def fake_mode() -> FakeTensorMode:
     """Return a `FakeTensorMode` that accepts real tensors too.
 
-    Its built-in cache is off: it would only get operations that this cache lacks, and hashing costs as much as running
-    them.
+    Its built-in cache is off, because it would only get the operations that this cache lacks, and hashing an operation
+    costs as much as running it.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False
@@ -63,27 +56,22 @@ class _Argument:
 class _TensorMetadata:
     """Metadata to recreate one result."""
 
-    base: int | None  # the number of the argument whose storage it shares; None for new storage
+    base: int | None  # number of the argument whose storage the result shares; None for new storage
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int  # storage offset; for a view, relative to the offset of its base
     dtype: torch.dtype  # element type
     device: torch.device
-    attributes: Mapping[str, object]  # the Python attributes set by torch
 
-    def made(self, tensors: Sequence[FakeTensor], mode: FakeTensorMode) -> FakeTensor:
-        """Create the tensor like `FakeTensor.__new__`, but without its checks."""
+    def create(self, tensors: Sequence[FakeTensor], mode: FakeTensorMode) -> FakeTensor:
+        """Create the result, given the tensors among the arguments."""
         with undispatched():
             if self.base is None:
-                empty = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=_META)
+                data = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=_META)
             else:
                 base = tensors[self.base]
-                empty = base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
-            options = {"dispatch_device": True, "device_for_backend_keys": self.device}
-            tensor: FakeTensor = subclass_of(FakeTensor, empty, False, **options)  # noqa: FBT003 (takes no keyword)
-        warn_of_data(tensor)
-        vars(tensor).update(self.attributes, fake_mode=mode)
-        return tensor
+                data = base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
+        return FakeTensor(mode, data, self.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,46 +81,38 @@ class _CachedResult:
     kind: type | None  # `tuple` or `list`; None for a single result
     parts: tuple[_TensorMetadata | _Argument | int | None, ...]  # the results; integers and None are stored directly
 
-    def made(self, tensors: Sequence[FakeTensor], mode: FakeTensorMode) -> Any:  # noqa: ANN401 (any result)
-        """Create the result for the tensors among the arguments."""
-        made: list[Any] = []
+    def create(self, tensors: Sequence[FakeTensor], mode: FakeTensorMode) -> Any:  # noqa: ANN401 (any result)
+        """Create the result, given the tensors among the arguments."""
+        results: list[Any] = []
         for part in self.parts:
             if isinstance(part, _TensorMetadata):
-                made.append(part.made(tensors, mode))
+                results.append(part.create(tensors, mode))
             else:
-                made.append(tensors[part.number] if isinstance(part, _Argument) else part)
-        return made[0] if self.kind is None else self.kind(made)
+                results.append(tensors[part.number] if isinstance(part, _Argument) else part)
+        return results[0] if self.kind is None else self.kind(results)
 
 
 class ResultCache:
     """Results of operations on fake tensors, shared by many traces."""
 
-    def __init__(self, *, enabled: bool = True) -> None:
-        self.enabled = enabled
+    def __init__(self) -> None:
         self.results: dict[tuple[object, ...], _CachedResult | None] = {}
-        # By id: hashing an operation runs in Python. The reference to the operation keeps its id valid.
+        # By id, because hashing an operation is slow. The reference to the operation keeps its id valid.
         self._cacheable: dict[int, tuple[Any, bool]] = {}
 
-    def serves(self, func: Any) -> bool:  # noqa: ANN401 (torch's type has no name in public)
-        """Return whether the results of an operation can be cached.
-
-        Raises:
-            NotImplementedError: the memory that the operation saves is unknown without running it.
-        """
+    def accepts(self, func: Any) -> bool:  # noqa: ANN401 (torch's type has no name in public)
+        """Return whether the results of an operation can be cached."""
         known = self._cacheable.get(id(func))
         if known is None:
-            if func in _UNDESCRIBED:
-                message = f"torch does not say what {func} keeps for its backward"
-                raise NotImplementedError(message)
             known = self._cacheable[id(func)] = func, _depends_on_shapes(func)
-        return self.enabled and known[1]
+        return known[1]
 
 
 class FakeLedger(MemoryLedger):
     """A `MemoryLedger` for fake tensors that caches results and needs a fifth of the time.
 
-    Not cached: operations that read numbers, operations in `WATCHED`, operations of other libraries, and operations
-    whose first result cannot be recreated from its metadata.
+    Not cached: operations that read values of tensors, operations in `WATCHED`, operations of other libraries, and
+    operations whose first result cannot be recreated from its metadata.
     """
 
     def __init__(
@@ -144,13 +124,12 @@ class FakeLedger(MemoryLedger):
         cache: ResultCache | None = None,
     ) -> None:
         super().__init__(on_operation=on_operation, pool=pool)
-        self.entry: object | None = None
         self._mode = mode
         self._cache = ResultCache() if cache is None else cache
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled, so torch need not disable its compiler around each operation."""
+        """Return False: torch need not disable its compiler around each operation, because nothing is compiled."""
         return False
 
     def __torch_dispatch__(
@@ -169,27 +148,25 @@ class FakeLedger(MemoryLedger):
                 return NotImplemented  # torch calls again with its inner tensors
         kwargs = kwargs or {}
         result = self._result(func, args, kwargs)
-        self._see(func, args, kwargs, result)
+        self._record_operation(func, args, kwargs, result)
         return result
 
     def _result(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 (as torch)
         """Return the result of `func(*args, **kwargs)`, from the cache if possible."""
-        self.entry = None
-        # The same arguments give other results under another default dtype or in inference mode.
+        # Results also depend on the default dtype and on inference mode.
         key: list[object] = [id(func), torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs]
         tensors: list[FakeTensor] = []
-        by_key = self._cache.serves(func) and self._add_to_key((*args, *kwargs.values()), key, tensors)
-        if not by_key:
+        is_cacheable = self._cache.accepts(func) and self._add_to_key((*args, *kwargs.values()), key, tensors)
+        if not is_cacheable:
             return func(*args, **kwargs)
-        whole, results = tuple(key), self._cache.results
-        entry = results.get(whole)
+        full_key, results = tuple(key), self._cache.results
+        entry = results.get(full_key)
         if entry is not None:
-            self.entry = entry
-            return entry.made(tensors, self._mode)
+            return entry.create(tensors, self._mode)
         result = func(*args, **kwargs)
         # An entry may be None: a result that cannot be recreated is computed each time.
-        if whole not in results:
-            results[whole] = _entry_of(result, tensors, self._mode)
+        if full_key not in results:
+            results[full_key] = _entry_of(result, tensors, self._mode)
         return result
 
     def _add_to_key(self, values: Iterable[Any], key: list[object], tensors: list[FakeTensor]) -> bool:
@@ -197,7 +174,7 @@ class FakeLedger(MemoryLedger):
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
-                # Torch computes with known numbers; conjugate tensors are rare.
+                # Torch computes values for tensors with a constant; conjugate and negated views are rare.
                 if value.constant is not None or value.fake_mode is not self._mode or value.is_conj() or value.is_neg():
                     return False
                 tensors.append(value)
@@ -250,11 +227,8 @@ def _part_of(
         if one is tensor:
             return _Argument(number)
     bases = [number for number, one in enumerate(tensors) if storage_of(one) == storage_of(tensor)]
-    attributes = {name: value for name, value in vars(tensor).items() if name != "fake_mode"}
     # If arguments share memory, the base of the view is ambiguous; offsets of another type are in other units.
     if len(bases) > 1 or any(tensors[at].dtype is not tensor.dtype for at in bases):
-        return None
-    if any(value is not None and type(value) is not torch.device for value in attributes.values()):
         return None
     part = _TensorMetadata(
         base=bases[0] if bases else None,
@@ -263,13 +237,9 @@ def _part_of(
         offset=int(tensor.storage_offset()) - sum(int(tensors[at].storage_offset()) for at in bases),
         dtype=tensor.dtype,
         device=tensor.fake_device,
-        attributes=attributes,
     )
-    try:
-        # Recreate the first result and compare, so that a change in torch cannot silently change plans.
-        return part if metadata_of(part.made(tensors, mode)) == metadata_of(tensor) else None
-    except (TypeError, RuntimeError, AttributeError):  # this torch creates such tensors differently
-        return None
+    # Recreate the first result and compare, so that a change in torch cannot silently change plans.
+    return part if metadata_of(part.create(tensors, mode)) == metadata_of(tensor) else None
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -281,4 +251,4 @@ def metadata_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return all metadata of a fake tensor."""
     plain = (tensor.shape, tensor.stride(), tensor.dtype, tensor.layout, tensor.device, tensor.requires_grad)
     memory = (tensor.storage_offset(), tensor.untyped_storage().nbytes(), tensor.is_inference())
-    return (type(tensor), *plain, *memory, str(keys_of(tensor)), vars(tensor))
+    return (type(tensor), *plain, *memory, tensor.is_conj(), tensor.is_neg())
