@@ -46,7 +46,7 @@ LONG_FILES = (
 """The slowest test files: they start first, so that none runs alone at the end."""
 DRAWN_FILES = (
     *("tests/engine/test_compatibility.py", "tests/cli/test_hosts.py"),
-    *("tests/engine/test_misbehaving_ranks.py", "tests/parallel/test_model_groups.py"),
+    *("tests/engine/test_misbehaving_ranks.py",),
     *("guide/tests/browser/test_whole_page.py", "guide/tests/browser/test_live_page.py"),
     *("guide/tests/browser/test_later_parts.py", "guide/tests/browser/test_answered_list.py"),
 )

@@ -73,13 +73,13 @@ def failed_tests(
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate(timeout=limit_seconds)
+        output, _ = process.communicate(timeout=limit_seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # its ranks too
-        said = process.communicate()[0] + f"\n{HUNG} {limit_seconds:.0f} seconds"
+        output = process.communicate()[0] + f"\n{HUNG} {limit_seconds:.0f} seconds"
     if not report.exists():
-        return set(), said
-    return {name for name, failed in _outcomes(report) if failed}, said
+        return set(), output
+    return {name for name, failed in _outcomes(report) if failed}, output
 
 
 def _outcomes(report: Path) -> list[tuple[str, bool]]:
@@ -87,32 +87,32 @@ def _outcomes(report: Path) -> list[tuple[str, bool]]:
     for case in ET.parse(report).iter("testcase"):  # noqa: S314 (pytest has just written it)
         name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
         reasons = [*case.iter("failure"), *case.iter("error")]
-        said = "".join((reason.get("message") or "") + (reason.text or "") for reason in reasons)
-        found.append((name, bool(reasons) and CONSEQUENCE not in said))
+        text = "".join((reason.get("message") or "") + (reason.text or "") for reason in reasons)
+        found.append((name, bool(reasons) and CONSEQUENCE not in text))
     return found
 
 
-def unseen(tests: Sequence[str], failed: set[str]) -> list[str]:
+def undetected(tests: Sequence[str], failed: set[str]) -> list[str]:
     """Return the tests that did not fail."""
     failed = failed | {name.partition("[")[0] for name in failed}
     return [test for test in tests if test not in failed]
 
 
-def see(fault: Fault) -> bool:
+def check_fault(fault: Fault) -> bool:
     """Plant a fault and return whether its tests failed."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="planted-fault-") as folder:
         project = Path(folder)
         copy_project(project)
         plant(fault, project)
-        failed, said = failed_tests(project, fault.tests)
-    hung = HUNG in said and pass_untouched(fault.tests)
-    passed = [] if hung else unseen(fault.tests, failed)
-    verdict = "NOT SEEN" if passed else "waits for ever" if hung else "failed as wanted"
+        failed, output = failed_tests(project, fault.tests)
+    hung = HUNG in output and pass_untouched(fault.tests)
+    passed = [] if hung else undetected(fault.tests, failed)
+    verdict = "NOT DETECTED" if passed else "tests hang" if hung else "detected"
     _print(f"{verdict:16}  {fault.name}  ({time.monotonic() - start:.0f} s)")
     if passed:
         _print(f"    {fault.place}")
-        _print("\n".join([f"    by {test}" for test in passed] + [f"    | {x}" for x in said.splitlines()[-12:]]))
+        _print("\n".join([f"    by {test}" for test in passed] + [f"    | {x}" for x in output.splitlines()[-12:]]))
     return not passed
 
 
@@ -120,25 +120,25 @@ def pass_untouched(tests: Sequence[str], limit_seconds: float = TIME_LIMIT_SECON
     """Return whether tests pass without a fault, and print failures."""
     with tempfile.TemporaryDirectory(prefix="no-fault-") as folder:
         copy_project(Path(folder))
-        failed, said = failed_tests(Path(folder), tests, limit_seconds)
-    if failed or " passed" not in said:
-        _print(f"without any fault, these fail already: {sorted(failed)}\n{said[-2000:]}")
+        failed, output = failed_tests(Path(folder), tests, limit_seconds)
+    if failed or " passed" not in output:
+        _print(f"without any fault, these tests fail already: {sorted(failed)}\n{output[-2000:]}")
         return False
     return True
 
 
-def see_all(table: Sequence[Fault]) -> bool:
+def check_all(table: Sequence[Fault]) -> bool:
     """Plant every fault, after all their tests passed without any."""
     tests = sorted({test for fault in table for test in fault.tests})
-    return pass_untouched(tests, UNTOUCHED_LIMIT_SECONDS) and _summed_up(see(fault) for fault in table)
+    return pass_untouched(tests, UNTOUCHED_LIMIT_SECONDS) and _summed_up(check_fault(fault) for fault in table)
 
 
-def see_some(table: Sequence[Fault], seconds: float, seed: int) -> bool:
+def check_some(table: Sequence[Fault], seconds: float, seed: int) -> bool:
     """Plant random faults until the time is up; equal seeds give the same order."""
     _print(f"planting faults for {seconds:.0f} seconds; the same ones again: --seconds {seconds:.0f} --seed {seed}")
     drawn = random.Random(seed).sample(table, len(table))
     end = time.monotonic() + seconds
-    return _summed_up(see(fault) for fault in _until(end, drawn))
+    return _summed_up(check_fault(fault) for fault in _until(end, drawn))
 
 
 def stale(table: Sequence[Fault]) -> list[str]:
@@ -151,7 +151,7 @@ def stale(table: Sequence[Fault]) -> list[str]:
             faulty(texts.get(fault.file, ""), fault)
         except StaleFaultError as error:
             elsewhere = [name for name, text in texts.items() if text.count(fault.old) == 1 and name != fault.file]
-            found.append(f"{error} It stands in {elsewhere or 'no other file'}.\n{fault.old}")
+            found.append(f"{error} It occurs in {elsewhere or 'no other file'}.\n{fault.old}")
     return found
 
 
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str]) -> int:
         found = stale(table)
         _print("\n".join([*found, f"{len(found)} of {len(table)} faults are stale"]))
         return int(bool(found))
-    good = see_all(table) if given.seconds is None else see_some(table, given.seconds, given.seed)
+    good = check_all(table) if given.seconds is None else check_some(table, given.seconds, given.seed)
     return int(not good)
 
 

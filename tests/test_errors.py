@@ -3,7 +3,7 @@
 import copy
 import inspect
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("kind", "fields"), FIELDS)
-def test_fields_travel(kind: type[AnyBatchError], fields: dict[str, Any]) -> None:
+def test_fields_survive_pickling(kind: type[AnyBatchError], fields: dict[str, Any]) -> None:
     """Pickled, copied, or raised from another error, an error keeps its text and all fields."""
     error = kind("m", **fields)
     with pytest.raises(kind) as caught:
@@ -83,20 +83,11 @@ def test_fields_are_optional(kind: type[AnyBatchError]) -> None:
     error = kind("only words")
     assert str(error) == "only words"
     with pytest.raises(TypeError):
-        kind("only words", unheard_of=1)  # type: ignore[call-arg]
+        kind("only words", unheard_of=1)
     documented = "".join(base.__doc__ or "" for base in kind.__mro__)
     for name, value in vars(error).items():
         assert value in (None, (), "")
         assert f"    {name}: " in documented
-
-
-def test_contradicting_sizes_are_fields() -> None:
-    """Contradicting sizes are fields of the error."""
-    sizes: dict[str, Any] = {"effective_batch_size": 8, "micro_batch_size": 3, "accumulation_steps": 5}
-    with pytest.raises(BatchSizeError) as caught:
-        ab.Engine(nn.Linear(1, 1), sgd, squares, **sizes)
-    assert {name: getattr(caught.value, name) for name in sizes} == sizes
-    assert caught.value.world_size == 1
 
 
 def test_errors_and_warnings_have_codes() -> None:
@@ -109,47 +100,54 @@ def test_errors_and_warnings_have_codes() -> None:
         warn_user("text", "why")
 
 
-def test_a_loss_that_is_not_finite_names_its_step() -> None:
-    """The error for a non-finite loss has its step, and whether the update ran, which it does not on a CPU."""
-    with ab.Engine(nn.Linear(1, 1), sgd, squares, check_loss=False) as engine:
+def step(loss: Any, batch: torch.Tensor, **options: Any) -> None:
+    """Run a step on a batch of ones, and one on this batch."""
+    with ab.Engine(nn.Linear(1, 1), sgd, loss, **options) as engine:
         engine.step(torch.ones(2, 1))
-        with pytest.raises(NonFiniteError) as caught:
-            engine.step(torch.full((2, 1), torch.nan))
-    assert (caught.value.step, caught.value.updated) == (1, False)
+        engine.step(batch)
 
 
-def test_a_loss_that_returns_too_much_names_its_term() -> None:
-    """The error for a loss with several values per sample has the term and its unit."""
-    loss = ab.sum_of(lambda model, batch: {"main": model(batch).expand(-1, 3)}, main=ab.samples())
-    with pytest.raises(LossError) as caught:
-        ab.Engine(nn.Linear(1, 1), sgd, loss, check_loss=False).step(torch.ones(2, 1))
-    assert (caught.value.term, caught.value.unit) == ("main", "samples")
+ROWS = torch.arange(6.0).reshape(6, 1)
+SIZES = {"effective_batch_size": 8, "micro_batch_size": 3, "accumulation_steps": 5}
+RAISED: dict[str, tuple[Callable[[], object], type[AnyBatchError], dict[str, Any]]] = {
+    "contradicting sizes": (lambda: step(squares, ROWS, **SIZES), BatchSizeError, {**SIZES, "world_size": 1}),
+    "a loss that is not finite": (
+        lambda: step(squares, ROWS * torch.nan, check_loss=False),
+        NonFiniteError,
+        {"step": 1, "updated": False},
+    ),
+    "several values for a sample": (
+        lambda: step(
+            ab.sum_of(lambda model, batch: {"main": model(batch).expand(-1, 3)}, main=ab.samples()),
+            ROWS,
+            check_loss=False,
+        ),
+        LossError,
+        {"term": "main", "unit": "samples"},
+    ),
+    "a sum declared as a mean": (
+        lambda: step(ab.sum_of(lambda model, batch: {"main": model(batch).square().sum()}, main=ab.samples()), ROWS),
+        LossError,
+        {"term": "main", "unit": "samples"},
+    ),
+    "a sum without a declaration": (
+        lambda: step(lambda model, batch: model(batch).square().sum(), ROWS),
+        LossError,
+        {"term": "loss", "unit": None},
+    ),
+}
 
 
-def test_a_loss_that_is_not_what_was_declared_names_its_term() -> None:
-    """The check in the first step names the term, and its unit if declared."""
-    batch = torch.arange(6.0).reshape(6, 1)
-    added = ab.sum_of(lambda model, part: {"main": model(part).square().sum()}, main=ab.samples())
-    with pytest.raises(LossError) as caught:
-        ab.Engine(nn.Linear(1, 1), sgd, added).step(batch)
-    assert (caught.value.term, caught.value.unit) == ("main", "samples")
-
-    with pytest.raises(LossError) as caught:
-        ab.Engine(nn.Linear(1, 1), sgd, lambda model, part: model(part).square().sum()).step(batch)
-    assert (caught.value.term, caught.value.unit) == ("loss", None)
+@pytest.mark.parametrize("name", RAISED)
+def test_errors_have_their_fields(name: str) -> None:
+    """An error has the sizes, the step, or the term and its unit that it is about."""
+    make, kind, fields = RAISED[name]
+    with pytest.raises(kind) as caught:
+        make()
+    assert {field: getattr(caught.value, field) for field in fields} == fields
 
 
-def test_a_loss_with_nothing_to_count_names_its_term() -> None:
-    """If the count is zero, the error names the only term; with several terms, none."""
-    empty = ab.mean_over(squares.function, count=lambda _batch: 0)
-    both = ab.sum_of(lambda *_: {}, one=ab.counted(lambda _: 0), other=ab.counted(lambda _: 0))
-    for loss, term in ((empty, "loss"), (both, None)):
-        with pytest.raises(LossError) as caught:
-            ab.Engine(nn.Linear(1, 1), sgd, loss, check_loss=False).step(torch.ones(2, 1))
-        assert caught.value.term == term
-
-
-def test_a_step_fills_in_what_the_place_could_not_know() -> None:
+def test_a_step_adds_its_number_and_rank() -> None:
     """Out-of-memory and non-finite errors get the step and rank when they leave a step."""
     world = ab.World(rank=1, size=2)
     for given, step in ((CannotRedoError("m"), 4), (CannotRedoError("m", rank=1, step=3), 3)):

@@ -3,11 +3,9 @@
 import inspect
 import warnings
 
-import pytest
-
 import anybatch as ab
 from anybatch.engine.notifier import Notifier
-from anybatch.errors import AnyBatchWarning, warn_user
+from anybatch.errors import AnyBatchWarning
 from tests.engine.cases import classify
 
 HERE = __file__
@@ -25,7 +23,7 @@ def test_warning_points_at_the_users_line() -> None:
     assert [(one.filename, one.lineno, one.category) for one in seen] == [(HERE, line, AnyBatchWarning)]
 
 
-def test_each_condition_is_said_once_on_rank_0() -> None:
+def test_each_condition_warns_once_on_rank_0() -> None:
     """A condition that repeats in every step gives one warning, on rank 0 only."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -36,12 +34,6 @@ def test_each_condition_is_said_once_on_rank_0() -> None:
             one.warn("other", f"another from rank {rank}")
 
     assert [str(one.message) for one in seen] == ["from rank 0", "another from rank 0"]
-
-
-def test_a_warning_can_be_made_an_error() -> None:
-    """With the filter "error" the call raises, so a program can stop."""
-    with pytest.raises(AnyBatchWarning, match="what and what to do"):
-        warn_user("what and what to do")
 
 
 def notifier(rank: int) -> Notifier:

@@ -64,35 +64,20 @@ def step(**arguments: Any) -> None:
         made.step(batch_of())
 
 
-def step_on_batches(**arguments: Any) -> None:
-    """Run steps on batches with some arguments replaced."""
-    usual = {"dataset": [{"x": torch.randn(4)} for _ in range(8)], "effective_batch_size": 4}
-    with engine() as made:
-        for batch in itertools.islice(ab.batches(**{**usual, **arguments}), 2):
-            made.step(batch)
+def calling(function: Callable[..., object], **usual: Any) -> Callable[..., object]:
+    """Return a function that calls another with some of its usual arguments replaced."""
+    return lambda **arguments: function(**{**usual, **arguments})
 
 
-def step_on_shares(**arguments: Any) -> None:
-    """Run steps on shares with some arguments replaced."""
-    usual = {"loader": [batch_of(3)] * 3, "effective_batch_size": 4, "world": ab.World()}
-    with engine() as made:
-        for share in ab.shares(**{**usual, **arguments}):
-            made.step(share)
+def steps_on(make: Callable[..., Any], **usual: Any) -> Callable[..., None]:
+    """Return a function that runs steps on batches or shares, made with some arguments replaced."""
 
+    def run(**arguments: Any) -> None:
+        with engine() as made:
+            for batch in itertools.islice(make(**{**usual, **arguments}), 2):
+                made.step(batch)
 
-def plan(**arguments: Any) -> None:
-    """Plan a step with some arguments replaced."""
-    usual = {
-        "what": nn.Linear(4, 3),
-        "optimizer": torch.optim.SGD,
-        "loss": loss_of,
-        "sample": {"x": torch.randn(1, 4)},
-        "device": "24GiB",
-        "effective_batch_size": 8,
-        "micro_batch_size": 2,
-        "proposals": False,
-    }
-    ab.plan(**{**usual, **arguments})
+    return run
 
 
 def with_loss(declare: Callable[..., Any], **usual: Any) -> Callable[..., None]:
@@ -130,24 +115,34 @@ def parameters_of(function: Callable[..., Any], *left_out: str) -> tuple[str, ..
     return tuple(name for name in inspect.signature(function).parameters if name not in ("self", *left_out))
 
 
+PLAN = {
+    "what": nn.Linear(4, 3),
+    "optimizer": torch.optim.SGD,
+    "loss": loss_of,
+    "sample": {"x": torch.ones(1, 4)},
+    "device": "24GiB",
+    "effective_batch_size": 8,
+    "micro_batch_size": 2,
+    "proposals": False,
+}
 TOKENS = {"labels": "labels", "shift": False}
 FUNCTIONS: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "Engine": (step, parameters_of(ab.Engine)),
     # Any object may be a data set, a sampler, or a num_workers that torch rejects.
-    "batches": (step_on_batches, parameters_of(ab.batches, "dataset", "sampler", "num_workers")),
-    "shares": (step_on_shares, parameters_of(ab.shares)),
-    "plan": (plan, parameters_of(ab.plan, "sample", "changes", "loss", "what")),
-    "check": (
-        lambda **arguments: ab.check(**{"model": nn.Linear(4, 3), "loss": loss_of, "batch": batch_of(), **arguments}),
-        parameters_of(ab.check),
+    "batches": (
+        steps_on(ab.batches, dataset=[{"x": torch.ones(4)}] * 8, effective_batch_size=4),
+        parameters_of(ab.batches, "dataset", "sampler", "num_workers"),
     ),
-    "advise": (lambda **arguments: ab.advise(**{"source": "no log", **arguments}), parameters_of(ab.advise)),
-    "token_budget": (
-        lambda **arguments: ab.token_budget(**{"tokens": 64, **arguments}),
-        parameters_of(ab.token_budget),
+    "shares": (
+        steps_on(ab.shares, loader=[batch_of(3)] * 3, effective_batch_size=4, world=ab.World()),
+        parameters_of(ab.shares),
     ),
+    "plan": (calling(ab.plan, **PLAN), parameters_of(ab.plan, "sample", "changes", "loss", "what")),
+    "check": (calling(ab.check, model=nn.Linear(4, 3), loss=loss_of, batch=batch_of()), parameters_of(ab.check)),
+    "advise": (calling(ab.advise, source="no log"), parameters_of(ab.advise)),
+    "token_budget": (calling(ab.token_budget, tokens=64), parameters_of(ab.token_budget)),
     "RunConfig": (
-        lambda **arguments: ab.RunConfig(**{"effective_batch_size": 4, "learning_rate": 0.1, "epochs": 1, **arguments}),
+        calling(ab.RunConfig, effective_batch_size=4, learning_rate=0.1, epochs=1),
         parameters_of(ab.RunConfig),
     ),
     "mean_over": (with_loss(ab.mean_over, function=loss_of, count=len), ("function", "count")),

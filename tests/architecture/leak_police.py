@@ -24,15 +24,6 @@ PATIENCE_SECONDS = 5.0
 POLL_SECONDS = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A process-wide setting: how to read it, and how to restore it."""
-
-    name: str
-    read: Callable[[], Any]
-    restore: Callable[[Any], object]
-
-
 def environment() -> dict[str, str]:
     """Return the environment variables that a test must not change."""
     return {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN_VARIABLES)}
@@ -56,19 +47,19 @@ def restore_process_group(before: bool) -> None:
         dist.destroy_process_group()
 
 
-SETTINGS = (
-    Setting("environment variables", environment, restore_environment),
-    Setting("working directory", os.getcwd, os.chdir),
-    Setting("torch.distributed process group", process_group, restore_process_group),
-    Setting("torch default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    Setting("torch gradient mode", torch.is_grad_enabled, torch.set_grad_enabled),
-    Setting("torch number of threads", torch.get_num_threads, torch.set_num_threads),
-    Setting(
-        "torch deterministic algorithms",
+SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "environment variables": (environment, restore_environment),
+    "working directory": (os.getcwd, os.chdir),
+    "torch.distributed process group": (process_group, restore_process_group),
+    "torch default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "torch deterministic algorithms": (
         torch.are_deterministic_algorithms_enabled,
         torch.use_deterministic_algorithms,
     ),
-)
+}
+"""Process-wide settings: how to read and how to restore each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +107,7 @@ def holdings() -> Holdings:
 def settled(
     limit: Holdings, enough: Callable[[Holdings, Holdings], bool] = Holdings.within, patience: float = PATIENCE_SECONDS
 ) -> Holdings:
-    """Return the holdings once they are within the limit, or after a timeout: threads end slowly."""
+    """Return the holdings once they are within the limit, or after a timeout, because threads end slowly."""
     end = time.monotonic() + patience
     found = holdings()
     if enough(found, limit):
@@ -149,7 +140,7 @@ class Snapshot:
 def take_snapshot() -> Snapshot:
     """Return the state of this process now."""
     return Snapshot(
-        settings=tuple(setting.read() for setting in SETTINGS),
+        settings=tuple(read() for read, _ in SETTINGS.values()),
         threads=frozenset(threading.enumerate()),
         processes=frozenset(multiprocessing.active_children()),
         holdings=holdings(),
@@ -162,18 +153,16 @@ def leaks_since(before: Snapshot, *, patience_seconds: float = PATIENCE_SECONDS)
     Threads and processes that are ending are waited for, up to `patience_seconds` each.
     """
     leaks = []
-    for setting, old in zip(SETTINGS, before.settings, strict=True):
-        new = setting.read()
-        if new != old:
-            setting.restore(old)
-            leaks.append(f"{setting.name}: {difference(old, new)}")
-    if new_threads(before) or new_processes(before):
+    for (name, (read, restore)), old in zip(SETTINGS.items(), before.settings, strict=True):
+        if (new := read()) != old:
+            restore(old)
+            leaks.append(f"{name}: {difference(old, new)}")
+    if new_tasks(before):
         gc.collect()  # an unreferenced loader ends its workers only when collected
-        ending: list[threading.Thread | BaseProcess] = [*new_threads(before), *new_processes(before)]
-        for one in ending:
+        for one in new_tasks(before):
             one.join(patience_seconds)
-    leaks += [f"thread {thread.name!r} still runs" for thread in new_threads(before)]
-    leaks += [f"process {process.name!r} still runs" for process in new_processes(before)]
+    kind_of = {True: "thread", False: "process"}
+    leaks += [f"{kind_of[isinstance(one, threading.Thread)]} {one.name!r} still runs" for one in new_tasks(before)]
     return leaks + new_groups(before, patience_seconds=patience_seconds)
 
 
@@ -186,15 +175,11 @@ def new_groups(before: Snapshot, *, patience_seconds: float = PATIENCE_SECONDS) 
     return [f"a process group: {threads}, sockets {old.num_sockets} -> {new.num_sockets}"]
 
 
-def new_threads(before: Snapshot) -> list[threading.Thread]:
-    """Return threads that were started since then and still run."""
-    running = [thread for thread in threading.enumerate() if thread not in before.threads]
-    return [thread for thread in running if thread.is_alive() and not thread.name.startswith(FOREIGN_THREADS)]
-
-
-def new_processes(before: Snapshot) -> list[BaseProcess]:
-    """Return child processes that were started since then and still run."""
-    return [process for process in multiprocessing.active_children() if process not in before.processes]
+def new_tasks(before: Snapshot) -> list[threading.Thread | BaseProcess]:
+    """Return threads and child processes that were started since then and still run."""
+    threads = [thread for thread in threading.enumerate() if thread not in before.threads]
+    alive = [thread for thread in threads if thread.is_alive() and not thread.name.startswith(FOREIGN_THREADS)]
+    return [*alive, *(process for process in multiprocessing.active_children() if process not in before.processes)]
 
 
 def difference(old: object, new: object) -> str:

@@ -11,20 +11,20 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 45
 SHARE_WITHIN_BUDGET = 0.95
 MAX_SIZES = {
-    "engine": (13_700, 44),
-    "diagnostics": (7_500, 27),
-    "planner": (6_850, 24),
-    "core": (5_500, 20),
-    "parallel": (5_150, 20),
-    "recipes": (3_350, 15),
-    "data": (2_900, 10),
-    "cli": (2_750, 18),
-    "events": (2_200, 11),
-    "checkpoints": (1_600, 7),
-    "norms": (1_500, 6),
+    "engine": (11_550, 41),
+    "diagnostics": (5_900, 27),
+    "planner": (5_200, 20),
+    "core": (5_230, 20),
+    "parallel": (4_400, 19),
+    "recipes": (2_950, 15),
+    "cli": (2_400, 18),
+    "data": (2_250, 10),
+    "events": (1_650, 10),
+    "checkpoints": (1_480, 6),
+    "norms": (1_150, 5),
     "testing": (1_050, 7),
-    "memory": (1_000, 6),
-    ".": (800, 12),
+    "memory": (840, 5),
+    ".": (700, 12),
 }
 """Lines and files of each folder of the library; "." is the files next to them. Lower a limit after a cut; a feature
 that needs more replaces something.

@@ -40,7 +40,7 @@ def as_block(entries: Mapping[str, str]) -> str:
     return "\n".join(f"{path:<{width}}  {line}" for path, line in entries.items())
 
 
-def test_map_shows_the_tree() -> None:
+def test_map_matches_the_tree() -> None:
     """The code map has one line per folder, with the first line of its docstring."""
     drawn = drawn_map((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"))
     real = real_map(PACKAGE, ROOT) | folders_of(GUIDE, ROOT)

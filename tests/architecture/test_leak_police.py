@@ -18,7 +18,7 @@ from tests.architecture.leak_police import (
 )
 
 
-def test_settings_are_seen_and_put_back() -> None:
+def test_settings_are_detected_and_restored() -> None:
     """A changed setting is reported once and restored; of variables only the names, as values may be secret."""
     before = take_snapshot()
     os.environ["ANYBATCH_TEST"] = "secret"
@@ -31,7 +31,7 @@ def test_settings_are_seen_and_put_back() -> None:
     assert leaks_since(before) == []
 
 
-def test_threads_are_seen() -> None:
+def test_threads_are_detected() -> None:
     """A thread that keeps running is reported."""
     before, release = take_snapshot(), threading.Event()
     thread = threading.Thread(target=release.wait, name="endless")
@@ -43,7 +43,7 @@ def test_threads_are_seen() -> None:
         thread.join()
 
 
-def test_processes_are_seen() -> None:
+def test_processes_are_detected() -> None:
     """A child process that keeps running is reported."""
     before = take_snapshot()
     context = multiprocessing.get_context("spawn")
@@ -60,7 +60,7 @@ def test_processes_are_seen() -> None:
         theirs.close()
 
 
-def test_groups_that_are_not_destroyed_are_seen(tmp_path: Path) -> None:
+def test_leaked_groups_are_detected(tmp_path: Path) -> None:
     """A non-default group is detected by its native threads, and waited for if it is ending."""
     dist.init_process_group("gloo", init_method=Path(tmp_path, "store").as_uri(), rank=0, world_size=1)
     try:

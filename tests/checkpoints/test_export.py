@@ -76,7 +76,7 @@ def test_plain_torch_loads_it(options: dict[str, Any], tmp_path: Path) -> None:
     assert torch.equal(averaged["norm.running_mean"], model.norm.running_mean)  # type: ignore[arg-type]
 
 
-def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
+def test_invalid_exports_are_refused(tmp_path: Path) -> None:
     """An existing file, a folder without checkpoints, another kind or missing averages raise, and write nothing."""
     trained(tmp_path / "run")
     (tmp_path / "there").touch()
@@ -96,32 +96,3 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
         with pytest.raises(error):
             export(tmp_path / source, file, averaged=averaged)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["odd", "other", "plain", "run", "there"]
-
-
-@pytest.mark.slow
-def test_transformers_load_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A causal language model with tied embeddings can be loaded by `from_pretrained`."""
-    transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # else its progress bar starts a permanent thread
-    sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
-    config = transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
-    model = transformers.GPT2LMHeadModel(config)
-
-    def loss_of(net: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        found: torch.Tensor = net(input_ids=batch["ids"], labels=batch["ids"]).loss
-        return found
-
-    with ab.Engine(
-        model,
-        torch.optim.AdamW(model.parameters()),
-        ab.mean_over_tokens(loss_of, labels="ids"),
-        micro_batch_size=2,
-    ) as engine:
-        engine.step({"ids": torch.arange(24).reshape(4, 6) % 11})
-        engine.save(tmp_path / "run")
-    config.save_pretrained(tmp_path / "model")
-    export(tmp_path / "run", tmp_path / "model" / "model.safetensors")
-    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "model")
-
-    for name, value in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value), name

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from anybatch.checkpoints import list_checkpoints, load, load_latest, save
 from anybatch.checkpoints.loading import stored_state
-from anybatch.checkpoints.saving import HeldPart, SharedSave, assign_parts
+from anybatch.checkpoints.saving import LocalPart, SharedSave, assign_parts
 from anybatch.checkpoints.structure import TensorPart
 from anybatch.errors import CheckpointError, DamagedCheckpointError, TruncatedCheckpointError
 from tests.checkpoints.exactly import exactly
@@ -58,7 +58,7 @@ def begun(folder: Path, state: dict[str, Any], *, disk: FaultyDisk) -> list[Shar
     ]
     shares[0].begin()
     for share in shares:
-        share.deal([each.held for each in shares])
+        share.assign([each.local_parts for each in shares])
     return shares
 
 
@@ -69,12 +69,12 @@ def save_together(folder: Path, state: dict[str, Any], *, disk: FaultyDisk) -> P
 
 
 @sees(
-    "columns of a part are read from its beginning",
+    "columns of a part are read from its first column",
     "src/anybatch/checkpoints/tensors.py",
-    "columns = _slices(starts[1:], stops[1:], where[1:])",
+    "columns = _slices(starts[1:], stops[1:], start[1:])",
     "columns = _slices(starts[1:], stops[1:], starts[1:])",
 )
-def test_parts_are_loaded_as_the_whole(tmp_path: Path) -> None:
+def test_parts_load_as_one_state(tmp_path: Path) -> None:
     """A state saved in parts by three processes loads bitwise the same as one saved by a single process.
 
     Any box of a tensor can be read too.
@@ -104,15 +104,15 @@ def test_torch_reads_the_parts(tmp_path: Path) -> None:
 
 
 @sees(
-    "a checkpoint in parts is named before its digests are written",
+    "a checkpoint in parts gets its name before its digests are written",
     "src/anybatch/checkpoints/saving.py",
-    "            write_file(self._partial / DIGESTS, [digests_bytes({STATE: state, **parts})], disk=self._disk)\n",
+    "            write_file(self._partial / DIGESTS, [digests_file], disk=self._disk)\n",
     "            put_in_place(self._partial, self._target, disk=self._disk)\n"
-    "            write_file(self._target / DIGESTS, [digests_bytes({STATE: state, **parts})], disk=self._disk)\n"
+    "            write_file(self._target / DIGESTS, [digests_file], disk=self._disk)\n"
     "            self._disk.rename(self._target, self._partial)\n",
 )
 @pytest.mark.slow
-def test_whatever_is_cut_short_the_old_or_the_new_one_is_whole(tmp_path: Path) -> None:
+def test_an_interruption_keeps_a_complete_checkpoint(tmp_path: Path) -> None:
     """Interrupted at any operation of any process, or by power loss, the old or the new checkpoint is loaded."""
     counting = FaultyDisk()
     save_together(tmp_path / "counted", whole_state(1), disk=FaultyDisk())
@@ -148,12 +148,12 @@ def test_a_damaged_part_is_damage(damage: Callable[[Path], Any], error: type[Che
         load(path)
 
 
-def _row(begin: int, stop: int) -> HeldPart:
-    return HeldPart("a", (begin,), (stop - begin,), (4,), 4 * (stop - begin))
+def _row(begin: int, stop: int) -> LocalPart:
+    return LocalPart("a", (begin,), (stop - begin,), (4,), 4 * (stop - begin))
 
 
-@pytest.mark.parametrize("held", [((0, 2), (3, 4)), ((0, 4), (0, 2)), ((0, 3), (2, 4))])
-def test_parts_that_do_not_make_up_the_whole_are_refused(held: Sequence[tuple[int, int]]) -> None:
+@pytest.mark.parametrize("held", [((0, 2), (3, 4)), ((0, 4), (0, 2)), ((0, 3), (0, 1)), ((0, 3), (2, 4))])
+def test_incomplete_parts_are_refused(held: Sequence[tuple[int, int]]) -> None:
     """Gaps and overlaps raise before anything is written, with the tensor's name and the fix."""
     with pytest.raises(CheckpointError):
         assign_parts([[_row(*rows)] for rows in held])

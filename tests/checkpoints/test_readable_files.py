@@ -56,7 +56,7 @@ def test_plain_json_and_safetensors_read_it(tmp_path: Path) -> None:
         {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
     ],
 )
-def test_a_header_that_lies_is_refused(entry: dict[str, object], tmp_path: Path) -> None:
+def test_an_inconsistent_header_is_refused(entry: dict[str, object], tmp_path: Path) -> None:
     """A header with inconsistent shapes or offsets is rejected before any tensor is created."""
     text = json.dumps({"__metadata__": {"format": "pt"}, "a": entry}).encode()
     path = tmp_path / "lying.safetensors"

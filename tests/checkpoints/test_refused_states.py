@@ -46,7 +46,7 @@ CYCLE.append(CYCLE)
         lambda: nn.UninitializedParameter(),  # noqa: PLW0108
     ],
 )
-def test_it_is_refused_with_its_place(make: Any, tmp_path: Path) -> None:
+def test_refused_values_are_named(make: Any, tmp_path: Path) -> None:
     """A value that would not be restored as itself raises with its place."""
     state = {"model": {3: [None, make()]}}
 

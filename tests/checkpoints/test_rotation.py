@@ -17,7 +17,7 @@ def names(folder: Path) -> list[str]:
 
 
 @sees(
-    "the oldest checkpoints stay",
+    "the oldest checkpoints are not removed",
     "src/anybatch/checkpoints/files.py",
     "for path in former + current[:-keep_last]:",
     "for path in former:",
@@ -38,7 +38,7 @@ def test_the_newest_are_kept(keep_last: int, tmp_path: Path) -> None:
         assert saved.warnings == ()
 
 
-def test_later_steps_are_kept_and_told(tmp_path: Path) -> None:
+def test_later_steps_are_kept_and_reported(tmp_path: Path) -> None:
     """A run resumed from an earlier step keeps its checkpoints; later ones are reported, not counted or removed."""
     for step in (10, 20, 30):
         save(tmp_path, step, state_of(step), keep_last=3, disk=FaultyDisk())
@@ -48,12 +48,12 @@ def test_later_steps_are_kept_and_told(tmp_path: Path) -> None:
     assert [warning.partition(" is ")[0] for warning in saved.warnings] == [
         str(tmp_path / name) for name in ("step-00000020", "step-00000030")
     ]
-    assert "of a later step than 15, and load_latest prefers it" in saved.warnings[0]
+    assert "from a later step than 15, so load_latest would load it" in saved.warnings[0]
     save(tmp_path, 30, state_of(31), keep_last=1, disk=FaultyDisk())
     assert names(tmp_path) == ["step-00000030"]
 
 
-def test_a_damaged_newer_one_does_not_cost_the_new_one(tmp_path: Path) -> None:
+def test_new_checkpoints_replace_a_damaged_newer_one(tmp_path: Path) -> None:
     """After a fallback, the run's new checkpoints are kept, loaded, and in time replace the damaged ones."""
     for step in (10, 20):
         save(tmp_path, step, state_of(step), disk=FaultyDisk())
@@ -68,7 +68,7 @@ def test_a_damaged_newer_one_does_not_cost_the_new_one(tmp_path: Path) -> None:
     assert exactly(load_latest(tmp_path).state) == exactly(state_of(21))
 
 
-def test_the_former_one_of_a_step_is_a_checkpoint(tmp_path: Path) -> None:
+def test_a_kill_between_renames_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     """Killed between the two renames of a replacement, the old checkpoint is loaded and gets its name back."""
     save(tmp_path, 1, state_of(1))
     save(tmp_path, 2, state_of(2)).path.rename(tmp_path / "step-00000002.replaced")
@@ -80,7 +80,7 @@ def test_the_former_one_of_a_step_is_a_checkpoint(tmp_path: Path) -> None:
     assert exactly(load(tmp_path / "step-00000002")) == exactly(state_of(2))
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+def test_a_file_instead_of_the_folder_is_refused(tmp_path: Path) -> None:
     """A file instead of the folder of checkpoints is reported by all three functions."""
     path = tmp_path / "checkpoints"
     path.touch()

@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,8 @@ from torch import Tensor, distributed, nn
 
 import anybatch as ab
 from anybatch.checkpoints import list_checkpoints, load
+from anybatch.core.gradient_noise import GradientNoise
 from anybatch.core.run_config import RunConfig
-from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.events.jsonl import read_jsonl
 from anybatch.parallel.world import World
 from anybatch.recipes.run_folder import RunFolder
@@ -144,13 +143,10 @@ def hang() -> None:
 
 FAULTS: dict[str, Callable[[], Any]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "kill_launcher": kill_launcher,
     "terminate_launcher": terminate_launcher,
     "interrupt_twice": interrupt_twice,
-    "raise": raise_fault,
     "hang": hang,
-    "exit": lambda: sys.exit(9),
 }
 
 
@@ -232,11 +228,6 @@ def logged(folder: Path, kind: str) -> list[dict[str, Any]]:
 def header(folder: Path) -> dict[str, Any]:
     """Return the run's settings."""
     return dict(json.loads(RunFolder(folder).header.read_text()))
-
-
-def failing_job() -> ab.Job:
-    """Return a job whose loss fails immediately."""
-    return job(raise_fault)
 
 
 def step_bytes() -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anybatch.cli.launch import number_of_ranks, warn_of_unused
-from anybatch.cli.local_ranks import exit_status_of, threads_per_rank
+from anybatch.cli.local_ranks import exit_status_of
 from anybatch.cli.status import Status, explain, status_of
 from anybatch.cli.train import TrainRequest
 from anybatch.core.run_config import RunConfig
@@ -61,7 +61,7 @@ def raised(error: BaseException) -> BaseException:
     return caught.value
 
 
-def test_users_code_is_shown_from_its_file_on(tmp_path: Path) -> None:
+def test_traceback_starts_in_the_users_file(tmp_path: Path) -> None:
     """The traceback of a user's error starts in the user's file, without anybatch's and torch's frames above."""
     with pytest.raises(small.FaultError) as caught:
         train(small.job(small.raise_fault), tmp_path / "run", world=World())
@@ -80,7 +80,7 @@ def test_users_code_is_shown_from_its_file_on(tmp_path: Path) -> None:
     assert "in step 0" in when
 
 
-def test_own_faults_are_shown_in_full() -> None:
+def test_our_bugs_print_the_whole_traceback() -> None:
     """An error without a user frame is a bug of ours: it prints the whole traceback and where to report it."""
     error = ValueError("deep inside")
     said = explain(error, in_full=False)
@@ -111,15 +111,6 @@ def test_first_failure_counts(statuses: list[int], exit_codes: dict[int, int], s
     assert found is status
     assert said.startswith(words)
     assert bool(said) == bool(words)
-
-
-def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks share the cores, with at least one thread each, and OMP_NUM_THREADS takes precedence."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8), raising=False)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
-    assert [threads_per_rank(number) for number in (1, 2, 3, 8, 20)] == [8, 4, 2, 1, 1]
-    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
-    assert threads_per_rank(2) == 3
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def three_hosts() -> Iterator[list[Host]]:
 
 
 @pytest.mark.slow
-def test_a_host_is_gone(tmp_path: Path, three_hosts: list[Host]) -> None:
+def test_a_lost_host(tmp_path: Path, three_hosts: list[Host]) -> None:
     """If one of three hosts is killed in the middle of a step, the others resume, with each sample used once."""
     said = tmp_path / "said"
     os.mkfifo(said)
@@ -62,7 +62,7 @@ def outputs(folder: Path) -> list[Path]:
 
 def wait_for_word(pipe: int) -> None:
     """Wait until something is written to a pipe."""
-    assert select.select([pipe], [], [], TIMEOUT_SECONDS)[0], "the rank that hangs has not said so"
+    assert select.select([pipe], [], [], TIMEOUT_SECONDS)[0], "the rank that hangs has not reported it"
 
 
 def torchrun(folder: Path) -> list[str]:

@@ -129,7 +129,7 @@ def test_second_interrupt_of_a_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_goes_on_under_torchrun(tmp_path: Path, through: dict[int, Path]) -> None:
+def test_resumes_under_torchrun(tmp_path: Path, through: dict[int, Path]) -> None:
     """If a rank is killed, torchrun restarts all ranks with the same command, and they resume bitwise the same run."""
     # In the last epoch, at a call that a restarted rank does not reach.
     fault = f"kill:{57}:1"
@@ -150,7 +150,7 @@ def roomy(tmp_path_factory: pytest.TempPathFactory, two_ranks: Ranks) -> dict[st
 
 
 @pytest.mark.slow
-def test_goes_on_in_smaller_micro_batches(tmp_path: Path, roomy: dict[str, Tensor]) -> None:
+def test_resumes_in_smaller_micro_batches(tmp_path: Path, roomy: dict[str, Tensor]) -> None:
     """If DDP runs out of memory where it cannot recover, the run resumes with half the micro-batch size."""
     ended = train(tmp_path / "run", "--strategy", "ddp", "--micro-batch-size", "4", spec=CROWDED, ranks=2)
 
@@ -160,17 +160,6 @@ def test_goes_on_in_smaller_micro_batches(tmp_path: Path, roomy: dict[str, Tenso
     assert starts == [(0, 4), (STEPS_PER_EPOCH, 2)]
     assert "goes_on_smaller" in [line["code"] for line in logged(tmp_path / "run", "diagnosis")]
     assert_close(parameters(tmp_path / "run"), roomy, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.slow
-def test_does_not_go_on_by_itself(tmp_path: Path) -> None:
-    """With --resume never a run that is out of memory fails under FSDP, and says how to resume it."""
-    command = ("--strategy", "fsdp", "--micro-batch-size", "4", "--resume", "never")
-    ended = train(tmp_path / "run", *command, spec=CROWDED, ranks=2)
-
-    assert ended.status == Status.OUT_OF_MEMORY, ended.said
-    assert "resuming with" not in ended.said
-    assert f"anybatch train --resume --out {tmp_path / 'run'}" in ended.said
 
 
 def run_roomy(folder: Path) -> None:
@@ -189,36 +178,3 @@ def test_killed_rank_alone(tmp_path: Path, through: dict[int, Path]) -> None:
     resume(tmp_path / "run")
     assert [line["first_step"] for line in logged(tmp_path / "run", "start")] == [0, STEPS_PER_EPOCH]
     assert same_bits(parameters(tmp_path / "run"), parameters(through[1]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_exit_in_the_loss(tmp_path: Path, ranks: int) -> None:
-    """A loss that calls sys.exit on one rank fails the run with an error that is printed once."""
-    ended = train(tmp_path / "run", ranks=ranks, fault=f"exit:{IN_STEP_10[ranks]}:{ranks - 1}")
-
-    assert ended.status == Status.UNEXPECTED, ended.said
-    assert ended.said.count("SystemExit: 9") == 1
-
-
-@pytest.mark.slow
-def test_killed_launcher(tmp_path: Path) -> None:
-    """Ranks whose launcher is killed save after the step and end."""
-    ended = train(tmp_path / "run", ranks=2, fault=f"kill_launcher:{IN_STEP_10[2]}:0")
-
-    assert ended.status == -signal.SIGKILL, ended.said
-    (end,) = logged(tmp_path / "run", "end")
-    assert (end["status"], end["num_steps"]) == ("stopped", 11)
-    assert logged(tmp_path / "run", "checkpoint")[-1]["step"] == 11
-
-
-@pytest.mark.slow
-def test_under_torchrun(tmp_path: Path) -> None:
-    """Under torchrun, anybatch does not start ranks itself, and only rank 1 shows an error of rank 1."""
-    ended = train(tmp_path / "run", ranks=2, torchrun=(), fault=f"raise:{IN_STEP_10[2]}:1")
-
-    assert ended.status != 0
-    assert ended.said.count("FaultError: mine") == 1
-    assert ended.said.count("the recipe's own code failed") == 1
-    (start,) = logged(tmp_path / "run", "start")
-    assert start["world_size"] == 2

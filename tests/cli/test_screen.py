@@ -1,6 +1,5 @@
 """The terminal output of commands, above all of `anybatch train`, and the files at its end."""
 
-import io
 import re
 import sys
 from pathlib import Path
@@ -8,12 +7,9 @@ from pathlib import Path
 import pytest
 
 from anybatch.cli.command import progress_line
-from anybatch.cli.launch import ConsoleFilter
 from anybatch.cli.main import main
 from anybatch.cli.status import Status
-from anybatch.core.records import PhaseRecord
 from anybatch.errors import UserError
-from anybatch.events.console import Console
 from anybatch.recipes.run_folder import RunFolder
 from tests.cli.small import SPEC
 
@@ -41,6 +37,7 @@ def test_summary_lists_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert all(path.exists() for path in named)
     newest_only = [path for path in files if "checkpoints" not in path.parts]
     assert all(path in named or named & {*path.parents} for path in newest_only)
+    assert re.match(r"peak \S+ [KMG]iB \(resident memory of the rank 0 process\)", summary["memory"])
     assert {path.suffix for path in named} >= {".json", ".jsonl", ".png", ".svg"}
     assert any(path.is_relative_to(tmp_path / "run" / "checkpoints") for path in named)
 
@@ -58,77 +55,37 @@ def test_banner_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert re.search(r"step 3 of 3   loss .* gradient norm .* samples/s .* memory .* left +0\.0 s", said)
 
 
-def test_missing_extras_do_not_end_a_run(
+def test_charts_that_fail_do_not_end_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without matplotlib and TensorBoard the run is the same, and each is reported in one line with its pip command."""
+    """Without matplotlib, TensorBoard or fonts the run is the same, and each is reported in one line."""
 
     def no_charts(_: object) -> None:
         message = f"there is no tensorboard. Install it: {TENSORBOARD}"
         raise UserError(message)
 
-    monkeypatch.setattr("anybatch.cli.launch.TensorBoardLog", no_charts)
-    monkeypatch.setitem(__import__("sys").modules, "anybatch.events.drawing", None)
-    summary, _ = shown(tmp_path / "run", capsys)
-
-    assert summary["plot"].endswith(PLOT)
-    assert summary["tensorboard"].endswith(TENSORBOARD)
-    assert not [*(tmp_path / "run").glob("losses.*"), *(tmp_path / "run").glob("tensorboard")]
-
-
-def test_picture_that_fails_does_not_end_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A picture that cannot be drawn, for any reason, is reported in the summary of a finished run."""
-
     def fail(*_: object) -> None:
         message = "no\nfonts"
         raise RuntimeError(message)
 
-    monkeypatch.setattr("anybatch.cli.launch.plot_losses", fail)
+    monkeypatch.setattr("anybatch.cli.launch.TensorBoardLog", no_charts)
+    monkeypatch.setitem(sys.modules, "anybatch.events.drawing", None)
     summary, _ = shown(tmp_path / "run", capsys)
+    assert summary["plot"].endswith(PLOT)
+    assert summary["tensorboard"].endswith(TENSORBOARD)
+    assert not [*(tmp_path / "run").glob("losses.*"), *(tmp_path / "run").glob("tensorboard")]
 
+    monkeypatch.setattr("anybatch.cli.launch.plot_losses", fail)
+    summary, _ = shown(tmp_path / "again", capsys)
     assert summary["plot"] == "not drawn, because of RuntimeError: no fonts"
 
 
-def test_stop_is_told_above_the_bar() -> None:
-    """On a terminal the stop request is reported once, and not before it was made."""
-    stream = io.StringIO()
-    asked = [False]
-    screen = ConsoleFilter(Console(3, stream=stream), lambda: asked[0])
-    record = PhaseRecord(rank=0, step=0, name="update", event="begin", position=None)
-    screen.observe(record)
-    assert "stopping after this step" not in stream.getvalue()
-
-    asked[0] = True
-    screen.observe(record)
-    screen.observe(record)
-    assert stream.getvalue().count("stopping after this step and saving") == 1
-
-
-class Terminal(io.StringIO):
-    """An error stream that is a terminal."""
-
-    def isatty(self) -> bool:
-        """Return True."""
-        return True
-
-
-def last_line(text: str) -> str:
-    """Return the terminal's last line after this text."""
-    line = ""
-    for part in text.split("\r"):
-        line = part + line[len(part) :]
-    return line.rstrip()
-
-
-def test_each_line_takes_the_place_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new line replaces the previous one completely, an overlong one is cut, and the line is cleared at the end."""
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
+def test_progress_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a terminal a new line replaces the one before, cut to the width, and the line is cleared at the end."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with progress_line() as tell:
         assert tell is not None
         for words in ("steps of the longest kind", "steps", "s" * 200):
             tell(words)
-            assert last_line(terminal.getvalue()) == words[:79]
-    assert last_line(terminal.getvalue()) == ""
+            assert capsys.readouterr().err == f"\r{words[:79]:<79}\r"
+    assert capsys.readouterr().err.isspace()

@@ -33,7 +33,7 @@ def test_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == as_markdown() + "\n"
 
 
-def test_whatever_is_not_exact_says_why() -> None:
+def test_inexact_cells_have_a_reason() -> None:
     """A refused or inexact cell has a reason and a remedy; an exclusive one has a reason."""
     for one, other in ALL_PAIRS:
         found = cell(one, other)
@@ -67,32 +67,31 @@ def test_every_reason_is_given_once() -> None:
     assert len({line.partition(": ")[2] for line in lines}) == 3
 
 
-def test_a_stated_pair_speaks_for_its_features() -> None:
+def test_stated_pairs_imply_exactness() -> None:
     """Only a feature that is listed as exact with an inexact one makes the combination exact."""
     assert cell(Feature.REENTRANT, Feature.COMPILED) == Cell(Verdict.EXACT)
     assert not refused(Feature.REENTRANT, Feature.COMPILED, Feature.DDP)
     assert refused(Feature.REENTRANT, Feature.DDP)
 
 
-def test_remarks_say_what_keeps_a_run_from_equality() -> None:
+def test_remarks_list_inexact_features() -> None:
     """Remarks list inexact or cut-dependent features once each; a run without such features has none."""
     exact = {f for f in Feature if cell(f, f).verdict is Verdict.EXACT}
-    paired = {Feature.COMPILED, Feature.DATA_PARALLEL}  # with dropout they have separate cells
-    common = {f for f in exact if f.axis != "norms"} - paired
-    assert remarks({*common, Feature.COMPILED}) == ()
+    common = {f for f in exact if f.axis != "norms"}
+    assert remarks(common) == ()
 
     said = remarks({*common, Feature.BATCH_NORM, Feature.DROPOUT_KEYED})
-    assert [line.partition(":")[0] for line in said] == [Feature.BATCH_NORM.says, Feature.DROPOUT_KEYED.says]
+    assert [line.partition(":")[0] for line in said] == [Feature.BATCH_NORM.label, Feature.DROPOUT_KEYED.label]
     assert cell(Feature.BATCH_NORM, Feature.BATCH_NORM).remedy in said[0]
 
-    for cure in exact - common - paired:
+    for cure in exact - common:
         assert remarks({*common, Feature.BATCH_NORM, cure}) == ()
 
-    (said_of_both,) = remarks({*common, Feature.COMPILED, Feature.DROPOUT_KEYED})
-    assert said_of_both.startswith(f"{Feature.COMPILED.says} with {Feature.DROPOUT_KEYED.says}: ")
+    (said_of_both,) = remarks({*common, Feature.NORMS_SYNC, Feature.BATCH_NORM})
+    assert said_of_both.startswith(f"{Feature.BATCH_NORM.label} with {Feature.NORMS_SYNC.label}: ")
 
 
-def test_what_follows_from_low_parameters_is_refused_with_them() -> None:
+def test_features_implied_by_low_parameters_are_refused() -> None:
     """bf16 and fp16 parameters imply master weights and cast gradients, so errors for these apply to them."""
     for feature in Feature:
         if cell(feature, Feature.LOW_PARAMETERS).verdict is Verdict.REFUSED:

@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anybatch.core.learning_rate import (
-    AdaScale,
     default_rule,
     noise_gain,
     scale_optimizer,
     scale_rate,
 )
 from anybatch.core.run_config import ScalingRule
-from anybatch.core.schedules import Constant, attach_schedule
+from anybatch.core.schedules import attach_schedule
 from anybatch.errors import ParameterError, UserError
 from tests.raising import raises
 
@@ -72,7 +71,7 @@ def test_bad_learning_rates_are_refused(learning_rate: float) -> None:
     ],
 )
 def test_default_rules(make: Callable[..., torch.optim.Optimizer], rule: str) -> None:
-    """SGD scales linearly, Adam and its kin with the square root."""
+    """SGD scales linearly; Adam and its variants scale with the square root."""
     assert default_rule(make(parameters(), lr=0.1)) == rule
 
 
@@ -131,7 +130,7 @@ def test_a_tensor_rate_shared_by_groups_is_scaled_once_each() -> None:
 def test_scaling_under_a_scheduler_is_refused() -> None:
     """Scaling after a scheduler was created raises, as the scheduler would undo it."""
     optimizer = torch.optim.SGD(parameters(), lr=0.1)
-    attach_schedule(optimizer, Constant())
+    attach_schedule(optimizer, lambda _: 1.0)
     with raises(ParameterError, "has_scheduler"):
         scale_optimizer(optimizer, base_batch_size=8, effective_batch_size=32)
     assert optimizer.param_groups[0]["lr"] == 0.1
@@ -140,7 +139,7 @@ def test_scaling_under_a_scheduler_is_refused() -> None:
 # --- memory: running averages that keep their length in samples -------------------------------------------------------
 
 
-def test_momentum_in_samples_keeps_a_quadratic_on_its_course() -> None:
+def test_momentum_in_samples_follows_small_steps() -> None:
     """SGD with momentum ** kappa at the corrected rate follows kappa small steps; with the same momentum it does not.
 
     On a quadratic, in float64, over many half-lives of the momentum; the plain computation is torch's own SGD.
@@ -170,7 +169,7 @@ def test_momentum_in_samples_keeps_a_quadratic_on_its_course() -> None:
     ],
     ids=["SGD", "RMSprop"],
 )
-def test_momentum_is_scaled_where_it_is_asked_for(make: Callable[[], torch.optim.Optimizer]) -> None:
+def test_momentum_is_scaled_on_request(make: Callable[[], torch.optim.Optimizer]) -> None:
     """memory="samples" scales momentum in the group and reports it; by default momentum is kept, for every rule."""
     optimizer, plain = make(), make()
     (rate,) = scale_optimizer(optimizer, base_batch_size=8, effective_batch_size=16, rule="linear", memory="samples")
@@ -192,53 +191,3 @@ def test_the_gain_is_adascales(base: int, kappa: int, noise: float) -> None:
     assert gain == pytest.approx((variance + signal) / (variance / kappa + signal), rel=1e-12)
     assert 1.0 <= gain <= kappa * (1.0 + 1e-12)
     assert noise_gain(1e18, base_batch_size=base, effective_batch_size=kappa * base) == pytest.approx(kappa)
-
-
-def test_adascale_is_its_plain_loop() -> None:
-    """Rates and progress match the plain loop, with a noise scale that is unknown at first and then changes."""
-    scales = iter([None, None, 4.0, 16.0, 64.0, 64.0])
-    known = [next(scales) for _ in range(6)]
-    remaining = iter(known)
-    optimizer = torch.optim.SGD(parameters(), lr=0.1)
-    scheduler = AdaScale(
-        optimizer,
-        lambda step: 1.0 / (1 + step),
-        noise_scale=lambda: next(remaining),
-        base_batch_size=8,
-        effective_batch_size=32,
-    )
-    progress = 0.0
-    for noise in known:
-        gain = noise_gain(noise or 0.0, base_batch_size=8, effective_batch_size=32)
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * gain / (1 + int(progress)))
-        assert scheduler.progress == pytest.approx(progress)
-        progress += gain
-        if noise is not known[-1] or scheduler.last_epoch < 5:
-            scheduler.step()
-    assert scheduler.last_epoch == 5
-
-
-def test_adascale_goes_on_where_it_was() -> None:
-    """A resumed AdaScale has the rates and progress of an uninterrupted one; with `root` the rate has the root."""
-
-    def made(root: bool = False) -> tuple[torch.optim.Optimizer, AdaScale]:
-        optimizer = torch.optim.SGD(parameters(), lr=0.1)
-        schedule = Constant()
-        return optimizer, AdaScale(
-            optimizer, schedule, noise_scale=8.0, base_batch_size=8, effective_batch_size=32, root=root
-        )
-
-    through, first = made()
-    for _ in range(6):
-        first.step()
-    half, second = made()
-    for _ in range(3):
-        second.step()
-    resumed, third = made()
-    resumed.load_state_dict(half.state_dict())
-    third.load_state_dict(second.state_dict())
-    for _ in range(3):
-        third.step()
-    assert (third.progress, third.last_epoch) == (first.progress, first.last_epoch)
-    assert resumed.param_groups[0]["lr"] == through.param_groups[0]["lr"] == pytest.approx(0.1 * 1.6)
-    assert made(root=True)[0].param_groups[0]["lr"] == pytest.approx(0.1 * 1.6**0.5)

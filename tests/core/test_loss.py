@@ -66,7 +66,7 @@ def test_parts_add_up_to_the_whole_mean(form: str, units: list[list[float]]) -> 
     "src/anybatch/core/loss.py",
     "counts, divisors, strict=True)",
     "counts, [divisors[0]] * len(divisors), strict=True)",
-    also=["tests/engine/test_exactness.py::test_gradient_is_that_of_the_unsplit_batch[1-rank-two terms]"],
+    also=["tests/engine/test_exactness.py::test_gradient_equals_the_unsplit_batch[1-rank-two terms]"],
 )
 @given(units=st.lists(st.tuples(ITEMS, ITEMS), min_size=1, max_size=5), weight=WEIGHTS)
 @pytest.mark.slow
@@ -91,12 +91,12 @@ def test_every_term_has_its_own_divisor(units: list[tuple[list[float], list[floa
 
 
 @sees(
-    "a mean over nothing is not left out",
+    "a mean over no items is not skipped",
     "src/anybatch/core/loss.py",
     "factors[0])] if factors[0].has_value else []",
     "factors[0])]",
 )
-def test_a_mean_over_nothing_is_left_out() -> None:
+def test_a_mean_over_no_items_is_skipped() -> None:
     """The NaN mean of a micro-batch without items is left out, as 0 times NaN would be NaN."""
     loss = ab.mean_over(never_called, count=lambda batch: batch)
     nothing = torch.zeros(0, requires_grad=True)
@@ -123,7 +123,7 @@ def test_a_unit_of_weight_zero_adds_zero() -> None:
     "src/anybatch/core/loss.py",
     "return torch.as_tensor(targets != ignore_index).sum()",
     "return (targets == targets).sum()",
-    also=["tests/engine/test_exactness.py::test_gradient_is_that_of_the_unsplit_batch[1-rank-masked tokens]"],
+    also=["tests/engine/test_exactness.py::test_gradient_equals_the_unsplit_batch[1-rank-masked tokens]"],
 )
 @sees(
     "the first position counts as a target of a causal model",
@@ -134,13 +134,13 @@ def test_a_unit_of_weight_zero_adds_zero() -> None:
     """
         if False:
 """,
-    also=["tests/engine/test_exactness.py::test_gradient_is_that_of_the_unsplit_batch[1-rank-masked tokens]"],
+    also=["tests/engine/test_exactness.py::test_gradient_equals_the_unsplit_batch[1-rank-masked tokens]"],
 )
 @given(
     labels=st.lists(st.lists(st.sampled_from([-100, 0, 1, 7]), min_size=5, max_size=5), min_size=1, max_size=4),
     ignored=st.sampled_from([-100, 7]),
 )
-def test_tokens_are_counted_as_the_loss_counts_them(labels: list[list[int]], ignored: int) -> None:
+def test_token_counts_match_the_loss(labels: list[list[int]], ignored: int) -> None:
     """The count is the number of unmasked targets; for a causal model the first position is not a target."""
     batch = {"labels": torch.tensor(labels)}
     shifted = ab.mean_over_tokens(never_called, ignore_index=ignored)
@@ -150,7 +150,7 @@ def test_tokens_are_counted_as_the_loss_counts_them(labels: list[list[int]], ign
     assert unit_counts(shifted, batch, 99) == (sum(label != ignored for row in labels for label in row[1:]),)
 
 
-def test_an_undeclared_loss_brings_its_count() -> None:
+def test_an_undeclared_loss_has_its_count() -> None:
     """Losses per item count their elements, a LossSum has its count; both are first divided by a guess."""
     loss = declared(never_called)
     items = torch.arange(6.0).reshape(2, 3)

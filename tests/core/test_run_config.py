@@ -1,4 +1,4 @@
-"""Settings of a run: which ones replace which, what is refused, and what a run's header keeps."""
+"""Settings of a run: the order in which they replace each other, refused values, and the run's header."""
 
 from typing import Any
 
@@ -38,9 +38,9 @@ def configs(draw: st.DrawFn) -> RunConfig:
     "if name not in given}",
 )
 @given(configs(), configs())
-def test_given_settings_replace_those_below(upper: RunConfig, lower: RunConfig) -> None:
+def test_given_settings_replace_lower_ones(upper: RunConfig, lower: RunConfig) -> None:
     """A given setting wins and drops the ones it replaces; all others come from below."""
-    both = upper.over(lower)
+    both = upper.with_defaults(lower)
     for name, value in upper.given.items():
         assert getattr(both, name) == value
     for name, value in lower.given.items():
@@ -53,7 +53,7 @@ def test_given_settings_replace_those_below(upper: RunConfig, lower: RunConfig) 
 @given(configs())
 def test_a_header_keeps_every_setting(config: RunConfig) -> None:
     """Settings come back from JSON, a ramp included."""
-    config = config.over(RunConfig(effective_batch_size=8))
+    config = config.with_defaults(RunConfig(effective_batch_size=8))
     assert RunConfig.from_json(config.as_json()) == config
 
 

@@ -202,7 +202,7 @@ class Graphs:
 
 @dataclass
 class SemiSupervised:
-    """Labeled samples, and twice as many unlabeled ones."""
+    """Labeled samples, and unlabeled ones: two for each labeled one."""
 
     labelled: torch.Tensor
     unlabelled: torch.Tensor

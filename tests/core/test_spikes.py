@@ -28,7 +28,7 @@ def from_step(values: Values, first: int, change: Callable[[int, float, float], 
     ]
 
 
-def test_noise_is_no_spike() -> None:
+def test_noise_is_not_a_spike() -> None:
     """No spike in 4,000 steps of a loss that falls with noise, in runs of any length and scatter."""
     for seed, scatter in ((0, 0.03), (1, 0.3), (2, 1.0)):
         assert spikes_of(healthy(1300, seed=seed, scatter=scatter), SpikeRule()) == []
@@ -46,7 +46,7 @@ def test_noise_is_no_spike() -> None:
     ],
     ids=["loss-jumps", "norm-jumps", "loss-rises", "loss-creeps", "loss-nan", "norm-inf"],
 )
-def test_a_run_off_its_course_is_a_spike(
+def test_a_diverging_run_is_a_spike(
     change: Callable[[int, float, float], tuple[float, float]], quantity: str, forms: tuple[str, ...], within: int
 ) -> None:
     """Jumps are detected immediately, and rises of 1% a step or more within some steps, with their kind."""

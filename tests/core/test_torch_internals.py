@@ -1,5 +1,6 @@
 """Private torch APIs used by several folders: their behavior, and the fallback if torch lacks them."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -8,39 +9,41 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from anybatch.core.torch_internals import (
     BatchNormBase,
+    BufferKeeper,
     InstanceNormBase,
-    add_to_each,
-    buffer_tables,
+    TrainableParts,
+    accumulation_hooks,
+    active_dispatch_modes,
+    change_each,
     checkpointed_forward,
-    clamp_each,
-    copy_each,
     dense_values,
-    hides_worker,
-    interpolate_each,
+    hide_worker,
     is_in_backward,
-    multiply_each,
-    num_axes_unbatched,
+    is_in_checkpoint,
+    layer_versions,
     num_changes,
+    packing_function,
+    set_layer_versions,
     storage_key,
-    zero_each,
+    tensor_hooks,
+    widened,
+    without_tensor_hooks,
 )
 from anybatch.errors import UnsupportedTorchError
 
 NOTHING: Any = SimpleNamespace()
 OTHERS = [torch.tensor([2.0, -3.0]), torch.tensor([0.5])]
-CHANGES: dict[
-    str, tuple[Callable[..., None], tuple[Any, ...], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
-] = {
-    "copy": (copy_each, (OTHERS,), lambda _, other: other),
-    "zero": (zero_each, (), lambda one, _: torch.zeros_like(one)),
-    "add": (add_to_each, (OTHERS,), lambda one, other: one + other),
-    "multiply": (multiply_each, (torch.tensor(3.0),), lambda one, _: one * 3),
-    "clamp": (clamp_each, (0.75,), lambda one, _: one.clamp(-0.75, 0.75)),
-    "interpolate": (interpolate_each, (OTHERS, 0.25), lambda one, other: one.lerp(other, 0.25)),
+CHANGES: dict[str, tuple[tuple[Any, ...], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    "copy": ((OTHERS,), lambda _, other: other),
+    "zero": ((), lambda one, _: torch.zeros_like(one)),
+    "add": ((OTHERS,), lambda one, other: one + other),
+    "mul": ((torch.tensor(3.0),), lambda one, _: one * 3),
+    "lerp": ((OTHERS, 0.25), lambda one, other: one.lerp(other, 0.25)),
 }
 
 
@@ -54,12 +57,12 @@ class Bare:
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("of", [torch, NOTHING], ids=["together", "one by one"])
 def test_many_tensors_are_changed_in_place(name: str, of: object) -> None:
-    """Each function changes its tensors in place like its loop, with and without torch's foreach function."""
-    change, args, expected = CHANGES[name]
+    """Tensors are changed in place like in a loop, with and without torch's foreach function."""
+    args, expected = CHANGES[name]
     tensors = [torch.tensor([-1.0, 1.0]), torch.tensor([0.5])]
     before = [tensor.clone() for tensor in tensors]
 
-    change(tensors, *args, of)
+    change_each(name, tensors, *args, of=of)
 
     for tensor, one, other in zip(tensors, before, OTHERS, strict=True):
         torch.testing.assert_close(tensor, expected(one, other), rtol=0, atol=0)
@@ -75,7 +78,7 @@ def test_every_normalisation_layer_has_one_of_two_bases() -> None:
     assert not any(isinstance(layer, BatchNormBase) for layer in (*instance_norms, nn.GroupNorm(1, 1), nn.LayerNorm(1)))
 
 
-def test_views_have_their_tensor_s_storage() -> None:
+def test_views_share_their_storage() -> None:
     """Tensors that share memory have the same key, others different ones, even without data."""
     for device in ("cpu", "meta"):
         one, other = torch.empty(4, device=device), torch.empty(4, device=device)
@@ -85,7 +88,7 @@ def test_views_have_their_tensor_s_storage() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_stored_numbers_are_the_tensor_s_own() -> None:
+def test_stored_values_belong_to_the_tensor() -> None:
     """Changing the stored values of a sparse tensor changes the tensor; a dense tensor is its own values."""
     sparse = torch.sparse_coo_tensor(
         torch.tensor([[0, 2]]), torch.tensor([1.0, 2.0]), (3,), check_invariants=True
@@ -97,7 +100,7 @@ def test_stored_numbers_are_the_tensor_s_own() -> None:
     assert dense_values(dense) is dense
 
 
-def test_stored_numbers_come_by_the_public_name_instead() -> None:
+def test_stored_values_without_private_names() -> None:
     """If torch hides stored values, a coalesced tensor uses `values()`, and others raise."""
     values = torch.ones(2)
     coalesced: Any = Bare(is_sparse=True, is_coalesced=lambda: True, values=lambda: values)
@@ -109,20 +112,22 @@ def test_stored_numbers_come_by_the_public_name_instead() -> None:
 
 
 def test_buffers_are_put_back_by_writing_to_their_tables() -> None:
-    """Each module's table is the one that the module reads; a model without one raises."""
+    """Restoring writes to the table that the module reads; a model without one raises."""
     layer = nn.BatchNorm1d(2)
-    tables = buffer_tables(nn.Sequential(nn.Linear(1, 1), layer))
-    tables[2]["running_mean"] = torch.full((2,), 7.0)
+    keeper = BufferKeeper(nn.Sequential(nn.Linear(1, 1), layer))
+    keeper.keep()
+    layer.running_mean = torch.full((2,), 7.0)
     hidden: Any = Bare(modules=lambda: [Bare()])
 
-    assert [set(table) for table in tables] == [set(), set(), {"running_mean", "running_var", "num_batches_tracked"}]
+    keeper.restore()
+
     assert layer.running_mean is not None
-    assert layer.running_mean.tolist() == [7, 7]
+    assert layer.running_mean.tolist() == [0, 0]
     with pytest.raises(UnsupportedTorchError):
-        buffer_tables(hidden)
+        BufferKeeper(hidden)
 
 
-def test_a_backward_is_told_from_a_forward() -> None:
+def test_backwards_are_distinguished_from_forwards() -> None:
     """Gradient hooks are recognized as running in a backward; a torch that cannot tell raises."""
     seen = []
     weight = torch.ones(1, requires_grad=True)
@@ -170,25 +175,7 @@ def test_a_checkpointed_forward_is_run_again() -> None:
     assert float(weight.grad) == 2 * 3 * 2 * 2
 
 
-def test_axes_of_one_sample_are_known_without_asking() -> None:
-    """Without torch's private property the number of axes comes from the layer class; unknown classes are refused."""
-
-    class Silent(nn.InstanceNorm2d):
-        @property
-        def _get_no_batch_dim(self) -> Any:
-            raise AttributeError
-
-    class Unknown(nn.InstanceNorm2d.__base__):  # type: ignore[name-defined, misc]
-        @property
-        def _get_no_batch_dim(self) -> Any:
-            raise AttributeError
-
-    assert num_axes_unbatched(Silent(2)) == 3
-    with pytest.raises(UnsupportedTorchError):
-        num_axes_unbatched(Unknown(2))
-
-
-def test_what_torch_lacks_is_refused() -> None:
+def test_missing_torch_features_are_refused() -> None:
     """If a private interface is missing and no fallback is safe, the error names the missing feature."""
     with pytest.raises(UnsupportedTorchError):
         checkpointed_forward(nn.Identity(), lambda: (nullcontext(), nullcontext()), (), {}, NOTHING)
@@ -205,13 +192,111 @@ class Answers(IterableDataset[bool]):
 
     def __iter__(self) -> Any:
         yield get_worker_info() is None
-        yield hides_worker() if self.knows else hides_worker(SimpleNamespace())
+        yield hide_worker() if self.knows else hide_worker(SimpleNamespace())
         yield get_worker_info() is None
 
 
 def test_a_worker_hides() -> None:
-    """`hides_worker` makes `get_worker_info` return None; if torch's private interface is missing, it returns False."""
+    """`hide_worker` makes `get_worker_info` return None; if torch's private interface is missing, it returns False."""
     found, without = (list(DataLoader(Answers(knows=knows), batch_size=None, num_workers=1)) for knows in (True, False))
 
     assert found == [False, True, True]
     assert without == [False, False, False]
+
+
+def test_a_checkpointed_forward_is_detected() -> None:
+    """`is_in_checkpoint` is true inside `checkpoint(use_reentrant=False)` only, not under other hooks."""
+    seen = []
+
+    def forward(values: torch.Tensor) -> torch.Tensor:
+        seen.append(is_in_checkpoint())
+        return values * 2
+
+    values = torch.ones(1, requires_grad=True)
+    forward(values)
+    checkpoint(forward, values, use_reentrant=False)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        forward(values)
+
+    assert seen == [False, True, False]
+
+
+class Cached(nn.Module):
+    """Caches a table in its forward, and calls a method through an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.table: torch.Tensor | None = None
+        self.call = self.encode
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.ones_like(x)
+        found: torch.Tensor = self.inner(x) + self.table
+        return found
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(x)
+
+
+def test_wider_copies_are_separate_modules() -> None:
+    """Widened copies compute the same in float64, also recurrent layers; the originals stay unchanged."""
+    torch.manual_seed(0)
+    cached, recurrent = Cached(), nn.LSTM(2, 2)
+    for module in (cached, recurrent):
+        before = list(module.parameters())
+        wide, copy_of = widened(module, torch.float64)
+        x = torch.randn(3, 2)
+        expected, found = module(x), wide(x.double())
+        one, other = (value if isinstance(value, torch.Tensor) else value[0] for value in (expected, found))
+
+        assert other.dtype is torch.float64
+        torch.testing.assert_close(other.float(), one)
+        assert all(a is b and a.dtype is torch.float32 for a, b in zip(before, module.parameters(), strict=True))
+        assert copy_of(before[0]) is next(wide.parameters())
+        assert copy_of(module) is wide
+    assert cached.table is not None
+    assert cached.table.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("ask", "purpose"),
+    [
+        (is_in_checkpoint, "exact"),
+        (active_dispatch_modes, "exact"),
+        (packing_function, "per_sample"),
+    ],
+)
+def test_missing_features_of_training_are_refused(ask: Callable[[Any], object], purpose: str) -> None:
+    """Without a safe fallback, the error names the missing feature."""
+    with pytest.raises(UnsupportedTorchError, match=purpose):
+        ask(NOTHING)
+
+
+@pytest.mark.parametrize(
+    "ask", [tensor_hooks, accumulation_hooks, lambda found: without_tensor_hooks(found).__enter__()]
+)
+def test_hidden_hooks_are_refused(ask: Callable[[Any], object]) -> None:
+    """Hidden hooks are refused, because they would silently run in every micro-batch."""
+    with pytest.raises(UnsupportedTorchError):
+        ask([NOTHING])
+    with pytest.raises(UnsupportedTorchError):
+        TrainableParts(SimpleNamespace(modules=lambda: [NOTHING]))  # type: ignore[arg-type]
+
+
+def test_layer_versions_are_saved() -> None:
+    """A state dict with versions loads like the original; without them BatchNorm lacks its counter."""
+    layer = nn.BatchNorm1d(2)
+    layer(torch.rand(3, 2))
+    state = layer.state_dict()
+    copy = OrderedDict(state)
+    assert layer_versions(copy) is None
+    set_layer_versions(copy, layer_versions(state))
+    del copy["num_batches_tracked"]
+
+    missing = nn.BatchNorm1d(2).load_state_dict(copy, strict=False).missing_keys
+    without = nn.BatchNorm1d(2).load_state_dict(OrderedDict(copy), strict=False).missing_keys
+
+    assert missing == ["num_batches_tracked"]
+    assert without == []

@@ -90,7 +90,7 @@ class Table:
 
 
 @pytest.mark.parametrize(("kind", "reads"), [("torch", ["many"] * 3), ("custom", ["one"] * 6)])
-def test_what_draws_nothing_is_read_at_once(kind: str, reads: list[str]) -> None:
+def test_data_without_random_draws_is_read_in_batches(kind: str, reads: list[str]) -> None:
     """Each unit of a table is one batched read; with a transform, samples are read singly under their random keys."""
     table = Table(kind)
     batch = next(iter(ab.batches(table, effective_batch_size=6, shuffle=False)))
@@ -99,7 +99,7 @@ def test_what_draws_nothing_is_read_at_once(kind: str, reads: list[str]) -> None
 
 
 @pytest.mark.parametrize("kind", ["weighted", "subset"])
-def test_a_sampler_says_the_order(kind: str) -> None:
+def test_a_sampler_sets_the_order(kind: str) -> None:
     """Indices of a sampler differ between epochs, and are the same on every rank and after a resume."""
     weights = torch.tensor([0.0, 1.0] * 5)
     sampler: Any = (

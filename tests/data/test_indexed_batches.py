@@ -104,7 +104,7 @@ def test_the_last_batch_of_an_epoch(drop_last: bool) -> None:
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_a_run_resumed_anywhere_goes_on_as_it_would_have(drop_last: bool) -> None:
+def test_a_run_resumed_anywhere_is_the_same(drop_last: bool) -> None:
     """A run resumed after any batch yields the remaining batches with the same augmentation."""
 
     def made(**more: Any) -> ab.Batches:
@@ -149,7 +149,7 @@ def test_augmentation_belongs_to_the_sample_and_the_epoch() -> None:
     assert len({draw for epoch in one for sample in epoch for draw in sample[1:]}) == 2 * 13 * 3
 
 
-def test_collate_draws_from_a_key_of_its_own() -> None:
+def test_collate_has_its_own_random_key() -> None:
     """A random collate function repeats its draws for the same unit, and they differ from its samples' draws."""
 
     def collate(samples: list[Any]) -> tuple[Any, float]:
@@ -193,8 +193,8 @@ def test_the_callers_generators_are_untouched() -> None:
     assert _state() == before
 
 
-def test_units_are_loaded_when_asked_for() -> None:
-    """Loading is lazy: nothing for the batch, then its first unit, then several small units together."""
+def test_units_are_loaded_on_request() -> None:
+    """Loading is lazy: nothing for the batch, then one unit after the other."""
     loaded: list[int] = []
 
     class Recording:
@@ -211,7 +211,7 @@ def test_units_are_loaded_when_asked_for() -> None:
     next(units)
     assert loaded == [0, 1]
     next(units)
-    assert loaded == [0, 1, 2, 3, 4, 5]
+    assert loaded == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

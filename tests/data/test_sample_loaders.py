@@ -88,12 +88,12 @@ def run(loader: Any, num_steps: int, saved: Any = None, save_to: Any = None) -> 
     ],
     ids=["torch, shuffled", "torch, stream", "torchdata, in order", "torchdata, stream"],
 )
-def test_a_run_goes_on_at_any_point_of_an_epoch(tmp_path: Any, kind: str, settings: Any) -> None:
+def test_a_run_resumes_at_any_point_of_an_epoch(tmp_path: Any, kind: str, settings: Any) -> None:
     """A run cut by length, stopped after any of 6 steps and resumed, has the same samples and parameters."""
     make = functools.partial(loader_of, kind, **settings)
     whole, expected = run(make(), 7)
     for num_steps in range(1, 7):
-        folder = tmp_path / f"behind {num_steps}"
+        folder = tmp_path / f"after {num_steps}"
         first, _ = run(make(), num_steps, save_to=folder)
         rest, found = run(make(), 7 - num_steps, saved=folder)
         assert first + rest == whole
@@ -115,7 +115,7 @@ def test_every_sample_of_an_epoch_is_read_once(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["torch", "torchdata"])
-def test_a_state_of_the_loaders_own_is_refused(kind: str) -> None:
+def test_a_loader_that_starts_in_the_middle_is_refused(kind: str) -> None:
     """A loader that would start in the middle is refused, because the engine would skip samples twice."""
     resumed = loader_of(kind, dataset=range(20))
     if kind == "torch":  # torch's loader has no state, so set torchdata's attribute
@@ -137,7 +137,7 @@ def test_a_state_of_the_loaders_own_is_refused(kind: str) -> None:
         ({"num_workers": 1}, {"num_workers": 1}, "workers_in_workers"),
     ],
 )
-def test_what_could_not_go_on_is_refused(kind: str, settings: Any, options: Any, code: str) -> None:
+def test_loaders_that_cannot_resume_are_refused(kind: str, settings: Any, options: Any, code: str) -> None:
     """A loader of a part of the data, with a separate generator or with two sets of workers is refused."""
     loader = loader_of(kind, dataset=range(20), **settings)
     with raises(DataError, code):

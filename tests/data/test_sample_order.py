@@ -13,7 +13,7 @@ from anybatch.core.batch import Position
 from anybatch.core.randomness import order_seed
 from anybatch.core.schedules import BatchRamp
 from anybatch.data import batches
-from anybatch.data.options import SampleSchedule, sample_order
+from anybatch.data.indexed import sample_order
 from anybatch.errors import BatchSizeError, DataError
 from anybatch.norms import Ghost
 from tests.faults import sees
@@ -23,8 +23,8 @@ from tests.raising import raises
 @sees(
     "every epoch has the same order",
     "src/anybatch/core/randomness.py",
-    "_mix(_ORDER, seed, epoch, 0)",
-    "_mix(_ORDER, seed, 0, 0)",
+    "_folded(_ORDER, seed, epoch, 0)",
+    "_folded(_ORDER, seed, 0, 0)",
 )
 def test_an_order_is_the_permutation_of_its_epoch_and_seed() -> None:
     """The order is torch's permutation under the key (seed, epoch), so other seeds and epochs differ."""
@@ -33,40 +33,6 @@ def test_an_order_is_the_permutation_of_its_epoch_and_seed() -> None:
     assert torch.equal(order, plain)
     assert not torch.equal(order, sample_order(100, seed=7, epoch=4, shuffle=True))
     assert not torch.equal(order, sample_order(100, seed=8, epoch=3, shuffle=True))
-
-
-@given(
-    num_samples=st.integers(1, 40),
-    size=st.integers(1, 20),
-    drop_last=st.booleans(),
-    offset=st.integers(0, 40),
-    steps=st.integers(1, 30),
-)
-@settings(deadline=None)
-def test_counting_steps_is_walking_them(num_samples: int, size: int, drop_last: bool, offset: int, steps: int) -> None:
-    """The arithmetic of a schedule (number of steps, end) agrees with counting step by step from any offset."""
-    size = min(size, num_samples) if drop_last else size
-    options = batches(range(num_samples), effective_batch_size=size, drop_last=drop_last).request
-    schedule = SampleSchedule(num_samples, options)
-    start = Position(2, min(offset, num_samples))
-    walked: list[Position] = []
-    position = schedule.normalized(start)
-    while len(walked) < steps:
-        walked += [Position(position.epoch, first) for first, _ in schedule.steps_of_epoch(position)]
-        position = Position(position.epoch + 1)
-    following = schedule.normalized(Position(walked[-1].epoch + 1))
-    assert schedule.end(start, None, steps) == [*walked, following][steps]
-    assert schedule.num_steps(start, None, steps) == steps
-    assert schedule.num_steps(start, 4, None) == len(_starts_before(schedule, start, 4))
-    assert schedule.end(start, 4, None) == Position(4)
-
-
-def _starts_before(schedule: SampleSchedule, start: Position, end_epoch: int) -> list[Position]:
-    starts = []
-    for epoch in range(start.epoch, end_epoch):
-        begin = start if epoch == start.epoch else Position(epoch)
-        starts += [Position(epoch, first) for first, _ in schedule.steps_of_epoch(begin)]
-    return starts
 
 
 RAMP = BatchRamp((4, 10), (8, 30), (16, None))
@@ -103,30 +69,26 @@ def engine_of(**options: object) -> ab.Engine:
     return ab.Engine(model, optimizer, loss, check_loss=False, **options)  # type: ignore[arg-type]
 
 
-@given(num_samples=st.integers(16, 60), drop_last=st.booleans(), offset=st.integers(0, 60), steps=st.integers(1, 25))
+@given(
+    num_samples=st.integers(20, 60),
+    size=st.just(RAMP) | st.integers(1, 20),
+    drop_last=st.booleans(),
+    start=st.builds(Position, st.integers(0, 2), st.integers(0, 20)),
+)
 @settings(deadline=None)
-def test_counting_steps_of_a_ramp_is_walking_them(num_samples: int, drop_last: bool, offset: int, steps: int) -> None:
-    """The step arithmetic of a ramped schedule agrees with counting step by step from any offset."""
-    options = ab.batches(range(num_samples), effective_batch_size=RAMP, drop_last=drop_last).request
-    schedule = SampleSchedule(num_samples, options)
-    start = Position(0, min(offset, num_samples))
-    walked: list[Position] = []
-    position = schedule.normalized(start)
-    while len(walked) < steps:
-        for first, stop in schedule.steps_of_epoch(position):
-            size = RAMP.at(position.epoch * num_samples + first)
-            assert stop - first == min(size, num_samples - first)
-            walked.append(Position(position.epoch, first))
-        position = Position(position.epoch + 1)
-    following = schedule.normalized(Position(walked[-1].epoch + 1))
-    assert schedule.end(start, None, steps) == [*walked, following][steps]
-    assert schedule.num_steps(start, 3, None) == sum(
-        1 for epoch in range(3) for _ in schedule.steps_of_epoch(start if epoch == 0 else Position(epoch))
-    )
+def test_step_counts_match_iteration(num_samples: int, size: int | BatchRamp, drop_last: bool, start: Position) -> None:
+    """The number of steps agrees with iterating over them, from any position, also for a ramp; none is too large."""
+    made = batches(range(num_samples), effective_batch_size=size, drop_last=drop_last, epochs=3, start=start)
+    walked = list(made)
+    assert len(made) == len(walked)
+    for batch in walked:
+        before = batch.epoch * num_samples + batch.start.sample_offset
+        wanted = size if isinstance(size, int) else size.at(before)
+        assert batch.num_samples == min(wanted, num_samples - batch.start.sample_offset)
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_ramp_leaves_the_order_as_it_is(num_workers: int) -> None:
+def test_a_ramp_keeps_the_order(num_workers: int) -> None:
     """A ramped run uses the same samples in the same order; steps have the sizes of their stages."""
     ramped = ab.batches(Numbers(), effective_batch_size=RAMP, epochs=2, seed=3, num_workers=num_workers)
     plain = ab.batches(Numbers(), effective_batch_size=5, epochs=2, seed=3)
@@ -137,7 +99,7 @@ def test_a_ramp_leaves_the_order_as_it_is(num_workers: int) -> None:
 
 
 @pytest.mark.parametrize("dataset", [Numbers(), Stream()], ids=["index", "stream"])
-def test_a_ramp_goes_on_in_the_middle(dataset: object) -> None:
+def test_a_ramp_resumes_in_the_middle(dataset: object) -> None:
     """A run resumed after any batch makes the same remaining steps."""
 
     def steps(start: Position | None) -> list[tuple[Position, list[int], torch.Tensor]]:
@@ -153,7 +115,7 @@ def test_a_ramp_goes_on_in_the_middle(dataset: object) -> None:
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_a_stream_is_ramped_as_a_data_set_is(drop_last: bool) -> None:
+def test_a_stream_is_ramped_like_a_data_set(drop_last: bool) -> None:
     """A stream gives the same steps as an unshuffled data set, also with drop_last."""
     sizes = [
         [list(batch.sample_ids) for batch in made]
@@ -193,7 +155,7 @@ def test_every_stage_is_checked_at_the_start() -> None:
         engine.step(next(iter(ab.batches(Numbers(), effective_batch_size=RAMP))))
 
 
-def test_stages_that_never_come_are_refused() -> None:
+def test_unreachable_stages_are_refused() -> None:
     """A stage larger than the data set is refused, and a ramp longer than the first epoch of a stream."""
     with raises(BatchSizeError, "stage_never_begins"):
         ab.batches(Numbers(), effective_batch_size=BatchRamp((4, 10), (64, None)))

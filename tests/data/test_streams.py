@@ -59,7 +59,7 @@ def streamed(stream: Any, **more: Any) -> ab.Batches:
     return ab.batches(stream, **arguments)
 
 
-def test_a_stream_is_cut_as_it_comes() -> None:
+def test_a_stream_is_cut_in_order() -> None:
     """Batches are consecutive samples, the last one of an epoch smaller; ids are stream positions."""
 
     class Letters:
@@ -104,7 +104,7 @@ def test_a_stream_is_the_same_for_a_worker_and_after_a_resume() -> None:
         [sample[0] for _, start, _, units in whole if start.epoch == epoch for sample in units[0]] for epoch in (0, 1)
     ]
     assert sorted(names[0]) == sorted(names[1]) == sorted(f"s{number}" for number in range(10))
-    assert names[0] != names[1], "each epoch draws an order of its own"
+    assert names[0] != names[1], "each epoch draws a different order"
     assert fed(streamed(Stream("s", 10), num_workers=1)) == whole
     for done, (_, _, end, _) in enumerate(whole, 1):
         assert fed(streamed(Stream("s", 10), start=end)) == whole[done:]
@@ -151,7 +151,7 @@ def _letters(number: int) -> Iterator[str]:
     ],
     ids=lambda tensor: f"{tensor.dtype}, {tensor.layout}, {tuple(tensor.shape)}, {type(tensor).__name__}",
 )
-def test_tensors_of_all_kinds_travel(tensor: torch.Tensor) -> None:
+def test_tensors_of_all_kinds_are_transferred(tensor: torch.Tensor) -> None:
     """A sample's tensors keep their type, shape and values inside any object; shared tensors stay shared."""
     arrived = unpacked(packed(slice([tensor], {"x": tensor})))
     assert type(arrived.start[0]) is type(tensor)

@@ -59,11 +59,6 @@ def sentences() -> Batch:
     return {"words": words, "labels": words.where(there, -100), "mask": there.long()}
 
 
-def marked() -> Batch:
-    """Return sentences with a mask and no labels."""
-    return {name: value for name, value in sentences().items() if name != "labels"}
-
-
 class Network(nn.Module):
     """A convolutional network with the given normalization."""
 
@@ -186,13 +181,6 @@ class Counting(nn.Module):
         return x * (1 + 0.1 * self.number)
 
 
-class ByBatchMaximum(nn.Module):
-    """Divides by the largest value of the batch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x / x.detach().abs().max()
-
-
 class Variational(nn.Module):
     """A variational autoencoder: draws in its forward, in training and evaluation mode."""
 
@@ -248,37 +236,6 @@ def separate(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["label"])
 
 
-def whitened(model: nn.Module, batch: Batch) -> Tensor:
-    """Return a policy gradient with advantages whitened over its batch."""
-    gain = batch["gain"]
-    return advantage(model, {**batch, "gain": (gain - gain.mean()) / gain.std(correction=0)})
-
-
-def advantage(model: nn.Module, batch: Batch) -> Tensor:
-    """Return a policy gradient with the advantages of the batch."""
-    taken = model(batch["x"]).log_softmax(1).gather(1, batch["label"][:, None])[:, 0]
-    loss: Tensor = -(taken * batch["gain"]).mean()
-    return loss
-
-
-def gains() -> Batch:
-    """Return vectors with labels and advantages."""
-    batch = vectors()
-    return {**batch, "gain": batch["x"].square().sum(1)}
-
-
-def compare_all(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the distance of a column of outputs from a row of targets, which broadcasts to all pairs."""
-    distances: Tensor = (model(batch["x"])[:, :1] - batch["x"][:, 0]).square()
-    return distances.mean()
-
-
-def compare(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the distance of each output from its target."""
-    distances: Tensor = (model(batch["x"])[:, 0] - batch["x"][:, 0]).square()
-    return distances.mean()
-
-
 def smoothness(model: nn.Module, batch: Batch) -> Tensor:
     """Return the cross-entropy with a penalty on the gradient of the input."""
     x = batch["x"].clone().requires_grad_()
@@ -293,13 +250,6 @@ def contrast(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(logits * 5, torch.arange(len(logits)))
 
 
-def decorrelate(model: nn.Module, batch: Batch) -> Tensor:
-    """Return a loss on the covariance over the batch, as in VICReg."""
-    z = model(batch["x"])
-    loss: Tensor = (z.T.cov() - torch.eye(z.shape[1], dtype=z.dtype)).square().sum()
-    return loss
-
-
 def both(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return both sides' representations."""
     return model(batch["x"]), model(batch["y"])
@@ -309,18 +259,6 @@ def attract(model: nn.Module, outputs: tuple[Tensor, Tensor]) -> Tensor:  # noqa
     """Return InfoNCE of the representations of a whole batch."""
     one, other = (F.normalize(side, dim=1) for side in outputs)
     return F.cross_entropy(one @ other.T * 5, torch.arange(len(one)))
-
-
-def first(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the first side's representations."""
-    found: Tensor = model(batch["x"])
-    return found
-
-
-def decorrelated(model: nn.Module, outputs: Tensor) -> Tensor:  # noqa: ARG001 (the form that ab.joint takes)
-    """Return the covariance loss of a whole batch."""
-    loss: Tensor = (outputs.T.cov() - torch.eye(outputs.shape[1], dtype=outputs.dtype)).square().sum()
-    return loss
 
 
 def evidence_bound(model: nn.Module, batch: Batch) -> Tensor:
@@ -348,25 +286,6 @@ def mixed_up(model: nn.Module, batch: Batch) -> Tensor:
     """Return the loss of pairs drawn within the batch."""
     order = torch.randperm(len(batch["x"]))
     return F.cross_entropy(model(0.7 * batch["x"] + 0.3 * batch["x"][order]), batch["label"])
-
-
-def padded() -> Batch:
-    """Return sentences whose labels are 0 at padding."""
-    batch = sentences()
-    labels = batch["words"].clamp(min=1).where(batch["labels"] != -100, 0)
-    return {"words": batch["words"], "labels": labels}
-
-
-def predict_padded(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean over targets that are not 0."""
-    return F.cross_entropy(model(batch["words"]).mT, batch["labels"], ignore_index=0)
-
-
-def with_gradient_norm(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the cross-entropy and the size of its gradient."""
-    loss = separate(model, batch)
-    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    return loss + 0.1 * torch.stack([one.square().sum() for one in gradients]).sum()
 
 
 def as_sum(model: nn.Module, batch: Batch) -> ab.LossSum:
@@ -411,72 +330,12 @@ FAULTS: Mapping[str, Fault] = {
         "ab.mean_over_tokens(loss, labels='labels', shift=False)",
         Subject(LanguageModel, lambda: ab.mean_over_tokens(predict, shift=False), sentences),
     ),
-    "shifted targets declared over samples": Fault(
-        Subject(LanguageModel, mean(predict_shifted), sentences),
-        "loss_declaration",
-        "loss",
-        "ab.mean_over_tokens(loss, labels='labels', shift=True)",
-        Subject(LanguageModel, lambda: ab.mean_over_tokens(predict_shifted), sentences),
-    ),
-    "wrong shift": Fault(
-        Subject(LanguageModel, lambda: ab.mean_over_tokens(predict), sentences),
-        "loss_declaration",
-        "loss",
-        "shift=False",
-        Subject(LanguageModel, lambda: ab.mean_over_tokens(predict, shift=False), sentences),
-    ),
-    "sample mean declared over tokens": Fault(
-        Subject(
-            LanguageModel,
-            lambda: ab.mean_over_tokens(lambda model, batch: model(batch["words"]).square().mean(), shift=False),
-            sentences,
-        ),
-        "loss_declaration",
-        "loss",
-        "ab.mean_over_samples(loss)",
-        Subject(LanguageModel, mean(lambda model, batch: model(batch["words"]).square().mean()), sentences),
-    ),
-    "mask forgotten": Fault(
-        Subject(LanguageModel, mean(predict_by_mask), marked),
-        "loss_declaration",
-        "loss",
-        "batch['mask'].sum()",
-        Subject(LanguageModel, lambda: ab.mean_over(predict_by_mask, lambda batch: batch["mask"].sum()), marked),
-    ),
     "sum declared as mean": Fault(
         Subject(Network, mean(classify_sum), images),
         "loss_declaration",
         "loss",
         "ab.LossSum",
         Subject(Network, lambda: as_sum, images),
-    ),
-    "sum that is meant, declared as mean": Fault(
-        Subject(Network, mean(classify_sum), images),
-        "loss_declaration",
-        "loss",
-        "ab.sum_over_samples(loss)",
-        Subject(Network, lambda: ab.sum_over_samples(classify_sum), images),
-    ),
-    "advantages whitened in the loss": Fault(
-        Subject(Encoder, mean(whitened), gains),
-        "loss_declaration",
-        "loss",
-        "weights or advantages of the batch",
-        Subject(Encoder, mean(advantage), gains),
-    ),
-    "a column against a row": Fault(
-        Subject(Encoder, mean(compare_all), vectors),
-        "loss_declaration",
-        "loss",
-        "Give both the same shape",
-        Subject(Encoder, mean(compare), vectors),
-    ),
-    "class weights forgotten": Fault(
-        Subject(Network, mean(classify_weighted), images),
-        "loss_declaration",
-        "loss",
-        "ab.mean_over(loss, count=lambda batch: class_weights",
-        Subject(Network, lambda: ab.mean_over(classify_weighted, weights_of), images),
     ),
     "one term over the wrong items": Fault(
         Subject(
@@ -498,13 +357,6 @@ FAULTS: Mapping[str, Fault] = {
         "ab.joint",
         Subject(Encoder, lambda: ab.joint(both, attract), vectors),
     ),
-    "covariance declared over samples": Fault(
-        Subject(Encoder, mean(decorrelate), vectors),
-        "joint_loss",
-        "loss",
-        "ab.joint",
-        Subject(Encoder, lambda: ab.joint(first, decorrelated), vectors),
-    ),
     "BatchNorm": Fault(
         Subject(lambda: Network(nn.BatchNorm2d), mean(classify), images),
         "batch_norm",
@@ -512,30 +364,14 @@ FAULTS: Mapping[str, Fault] = {
         "GroupNorm",
         Subject(lambda: Network(group_norm), mean(classify), images),
     ),
-    "BatchNorm in a perceptron": of_layer(
-        lambda: nn.BatchNorm1d(10), "batch_norm", "between", "GroupNorm", lambda: nn.GroupNorm(2, 10)
-    ),
-    "a normalisation of one's own": of_layer(
-        MinusBatchMean, "batch_norm", "between", "per sample", lambda: nn.LayerNorm(10)
+    "a custom normalisation": of_layer(
+        MinusBatchMean, "batch_norm", "between", "independently", lambda: nn.LayerNorm(10)
     ),
     "attention over the batch": of_layer(AcrossBatch, "couples_samples", "between", "process samples independently"),
     "a module that counts its calls": of_layer(Memory, "state", "between.calls", "once per optimizer step"),
     "an attribute that counts calls": of_layer(Counting, "state", "between.number", "once per optimizer step"),
-    "a layer that scales by the batch's maximum": of_layer(
-        ByBatchMaximum, "couples_samples", "between", "process samples independently"
-    ),
     "inputs scaled by the batch's maximum": of_loss(
         scaled_by_maximum, separate, "inputs of the model", "constants of the data set"
-    ),
-    "another padding than was declared": Fault(
-        Subject(LanguageModel, lambda: ab.mean_over_tokens(predict_padded, shift=False), padded),
-        "loss_declaration",
-        "loss",
-        "ab.mean_over_tokens(loss, labels='labels', ignore_index=0, shift=False)",
-        Subject(LanguageModel, lambda: ab.mean_over_tokens(predict_padded, ignore_index=0, shift=False), padded),
-    ),
-    "gradients of parameters in the loss": of_loss(
-        with_gradient_norm, smoothness, "gradients in the loss", "gradients with respect to inputs"
     ),
     "samples mixed with drawn ones": of_loss(mixed_up, separate, "inputs of the model", "constants of the data set"),
 }

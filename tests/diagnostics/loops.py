@@ -3,10 +3,9 @@
 They are written as users write them: no annotations, no docstrings, faults included.
 """
 # The loops look like users' code, so some rules for ours do not apply:
-# ruff: noqa: ANN001, ANN201, ARG001, D103, N817, PLR0917, PLW2901
+# ruff: noqa: ANN001, ANN201, ARG001, D103, N817, PLR0917
 # mypy: ignore-errors
 
-import contextlib
 import itertools
 
 import torch
@@ -151,15 +150,6 @@ def right_on_demand(model, data, optimizer, steps=6, grad_accum=4):
         optimizer.zero_grad()
 
 
-def class_weights_in_windows_of_two(model, loader, optimizer):
-    weights = torch.tensor([0.1, 2.0, 1.0, 0.5, 3.0])
-    for i, (x, y) in enumerate(loader):
-        (F.cross_entropy(model(x), y, weight=weights) / 2).backward()
-        if (i + 1) % 2 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 def class_weights_per_micro_batch(model, loader, optimizer, accumulation_steps):
     weights = torch.tensor([0.1, 2.0, 1.0, 0.5, 3.0])
     batches = iter(loader)
@@ -215,16 +205,6 @@ def right_for_ever_by_forty(model, get_batch, optimizer):
         optimizer.zero_grad()
 
 
-def right_by_number_of_items(model, train_dataloader, optimizer, accumulation_steps):
-    batches = iter(train_dataloader)
-    while window := list(itertools.islice(batches, accumulation_steps)):
-        num_items = sum((batch["labels"] != -100).sum() for batch in window)
-        for batch in window:
-            model(**batch, num_items_in_batch=num_items).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def right_by_number_of_shifted_items(model, train_dataloader, optimizer, accumulation_steps):
     batches = iter(train_dataloader)
     while window := list(itertools.islice(batches, accumulation_steps)):
@@ -256,20 +236,6 @@ def divided_by_steps(model, dataloader, optimizer, accumulation_steps):
         if (i + 1) % accumulation_steps == 0 or (i + 1) == len(dataloader):
             optimizer.step()
             optimizer.zero_grad()
-
-
-def hf_like(model, train_dataloader, optimizer, lr_scheduler, gradient_accumulation_steps, num_train_epochs):
-    for _ in range(num_train_epochs):
-        for step, batch in enumerate(train_dataloader):
-            batch = {k: v.to("cpu") for k, v in batch.items()}
-            outputs = model(**batch)
-            loss = outputs.loss / gradient_accumulation_steps
-            loss.backward()
-            if (step + 1) % gradient_accumulation_steps == 0 or step == len(train_dataloader) - 1:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                lr_scheduler.step()
-                optimizer.zero_grad()
 
 
 def not_divided(model, loader, optimizer, accumulation_steps, epochs):
@@ -378,16 +344,6 @@ def clip_after_the_step(model, loader, optimizer, accumulation_steps, max_norm):
         optimizer.zero_grad()
 
 
-def means_of_labelled(model, loader, optimizer, accumulation_steps):
-    batches = iter(loader)
-    while window := list(itertools.islice(batches, accumulation_steps)):
-        for x, y in window:
-            losses = F.cross_entropy(model(x), y, reduction="none") * (y > 1)
-            (losses.sum() / (y > 1).sum().clamp(min=1) / len(window)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def schedule_in_each_micro_batch(model, loader, optimizer, scheduler, accumulation_steps):
     batches = iter(loader)
     while window := list(itertools.islice(batches, accumulation_steps)):
@@ -397,21 +353,6 @@ def schedule_in_each_micro_batch(model, loader, optimizer, scheduler, accumulati
             scheduler.step()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def last_loss_logged(model, loader, optimizer, accumulation_steps, epochs):
-    losses = []
-    for _ in range(epochs):
-        batches = iter(loader)
-        while window := list(itertools.islice(batches, accumulation_steps)):
-            num_samples = sum(len(labels) for _, labels in window)
-            for inputs, labels in window:
-                loss = F.cross_entropy(model(inputs), labels)
-                (loss * len(labels) / num_samples).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    return losses
 
 
 def token_means(model, loader, optimizer, accumulation_steps, epochs):
@@ -585,31 +526,6 @@ def ddp_means_of_ranks(model, loader, optimizer, accumulation_steps):
         optimizer.zero_grad()
 
 
-def ddp_as_published(model, dataset, optimizer, accumulation_steps, batch_size, epochs):
-    model = DDP(model)
-    loader = DataLoader(dataset, batch_size, sampler=DistributedSampler(dataset))
-    for _ in range(epochs):
-        for i, (x, y) in enumerate(loader):
-            last = (i + 1) % accumulation_steps == 0 or i + 1 == len(loader)
-            with contextlib.nullcontext() if last else model.no_sync():
-                (F.cross_entropy(model(x), y) / accumulation_steps).backward()
-            if last:
-                optimizer.step()
-                optimizer.zero_grad()
-
-
-def all_reduce_of_means(model, loader, optimizer, accumulation_steps):
-    batches = iter(loader)
-    while window := list(itertools.islice(batches, accumulation_steps)):
-        num_samples = sum(len(y) for _, y in window)
-        for x, y in window:
-            (F.cross_entropy(model(x), y, reduction="sum") / num_samples).backward()
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def raises_on_ranks(model, loader, optimizer, accumulation_steps):
     message = f"rank {dist.get_rank()} is broken"
     raise ValueError(message)
@@ -618,11 +534,10 @@ def raises_on_ranks(model, loader, optimizer, accumulation_steps):
 RIGHT = (
     *(right_by_window, right_by_scaling_at_the_end, right_by_cutting, right_by_one_backward),
     *(right_with_its_own_loader, right_with_class_weights, right_in_float32, right_on_demand),
-    *(right_for_ever, right_by_number_of_items, right_with_ignored_labels),
+    *(right_for_ever, right_with_ignored_labels),
 )
 WRONG = {
     divided_by_steps: {"constant_divisor", "mean_of_means"},
-    hf_like: {"constant_divisor", "mean_of_means", "mean_of_token_means"},
     not_divided: {"not_divided", "mean_of_means"},
     divided_twice: {"constant_factor"},
     tail_dropped: {"tail_dropped"},
@@ -634,14 +549,12 @@ WRONG = {
     window_from_zero: {"window_size", "constant_divisor"},
     clip_in_each_micro_batch: {"clips_every_micro_batch"},
     schedule_in_each_micro_batch: {"schedules_every_micro_batch"},
-    last_loss_logged: {"logs_last_loss"},
     fixed_number_of_steps: {"constant_factor", "mean_of_means"},
     short_of_data: {"samples_missing"},
     across_samples: {"not_a_weighted_sum"},
     endless: {"does_not_end"},
+    spinning: {"never_steps", "does_not_end"},
     class_weights_per_micro_batch: {"mean_of_weighted_means"},
-    class_weights_in_windows_of_two: {"mean_of_weighted_means"},
-    means_of_labelled: {"mean_of_weighted_means"},
     clip_after_the_step: {"clips_after_step"},
     looks_ahead: {"tail_carried"},
 }
@@ -653,6 +566,6 @@ WRONG_ON_RANKS = {
     ddp_without_no_sync: {"reduces_every_micro_batch"},
     ddp_tail_never_synced: {"not_reduced"},
     ddp_means_of_ranks: {"uneven_ranks"},
-    ddp_as_published: {"constant_divisor", "samples_duplicated"},
-    all_reduce_of_means: {"constant_factor", "uneven_ranks"},
 }
+CASES: dict = {loop: set() for loop in (*RIGHT, *RIGHT_ON_RANKS)} | WRONG | WRONG_ON_RANKS
+"""Loop -> the codes of its faults."""

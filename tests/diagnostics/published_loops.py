@@ -85,6 +85,10 @@ class MinGptTrainer:
                 optimizer.step()
 
 
+def min_gpt(config, model, train_dataset):
+    MinGptTrainer(config, model, train_dataset).run()
+
+
 def modded_nanogpt(model, train_loader, optimizers, accumulation_steps, max_steps):
     for _ in range(max_steps):
         for _i in range(accumulation_steps):
@@ -277,6 +281,10 @@ class SpeechbrainBrain:
             for batch in train_loader:
                 self.step += 1
                 self.fit_batch(batch)
+
+
+def speechbrain(model, optimizer, grad_accumulation_steps, epochs, train_loader):
+    SpeechbrainBrain(model, optimizer, grad_accumulation_steps).fit(epochs, train_loader)
 
 
 def tacotron2(hparams, model, train_loader, optimizer, criterion):
@@ -811,6 +819,8 @@ def ddp_every_micro_batch(model, train_loader, optimizer, accumulation_steps, wo
 
 
 PUBLISHED = {
+    min_gpt: ("karpathy/minGPT", set()),
+    speechbrain: ("speechbrain/speechbrain", {"tail_dropped"}),
     nano_gpt: ("karpathy/nanoGPT", set()),
     build_nanogpt: ("karpathy/build-nanogpt", set()),
     modded_nanogpt_one: ("KellerJordan/modded-nanogpt", set()),
@@ -857,8 +867,3 @@ PUBLISHED = {
     ddp_every_micro_batch: ("loops with DDP and no no_sync", set()),
 }
 """Loop -> its source, and the findings about its gradients that must be among the reported ones."""
-METHODS = {
-    "MinGptTrainer.run": ("karpathy/minGPT", set()),
-    "SpeechbrainBrain.fit": ("speechbrain/speechbrain", {"tail_dropped"}),
-}
-"""The same for methods, named as `anybatch check --loop` takes them."""

@@ -29,7 +29,7 @@ def samples(number: int) -> Counted:
 
 @given(number=st.integers(2, 30), data=st.data())
 @pytest.mark.slow
-def test_a_part_is_the_samples_at_its_positions(number: int, data: st.DataObject) -> None:
+def test_a_part_has_the_samples_at_its_positions(number: int, data: st.DataObject) -> None:
     """A subset in any cut has the samples at its positions, in order, once each."""
     positions = data.draw(st.lists(st.integers(0, number - 1), min_size=1, max_size=number, unique=True))
     start = data.draw(st.integers(0, number - 1))

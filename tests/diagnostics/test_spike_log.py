@@ -12,7 +12,7 @@ from anybatch.core.spikes import SpikeRule, spikes_of
 from anybatch.diagnostics.spike_log import read_spikes
 from anybatch.errors import UserError
 from anybatch.events.jsonl import JsonlLog
-from tests.events.recorded_run import diagnosis, start, step
+from tests.events.recorded_run import start, step
 from tests.raising import raises
 
 
@@ -27,7 +27,7 @@ def loss_at(step: int) -> float:
 
 
 def test_a_log_has_the_spikes_of_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Spikes are found without steps that a resume discarded, and printed with the run's own messages."""
+    """Spikes are found without steps that a resume discarded."""
     with JsonlLog(tmp_path / "events.jsonl") as log:
         log.observe(start())
         for number in range(90):
@@ -36,7 +36,6 @@ def test_a_log_has_the_spikes_of_its_run(tmp_path: Path, capsys: pytest.CaptureF
         log.observe(start(65))
         for number in range(65, 80):
             log.observe(step_of(number, loss_at(number)))
-        log.observe(diagnosis("it jumped", step=60, code="spike"))
     report = read_spikes(tmp_path)
     plain = [(number, loss_at(number), 1.0 + 0.1 * (number % 3)) for number in range(80)]
     assert list(report.spikes) == spikes_of(plain, SpikeRule())
@@ -45,7 +44,6 @@ def test_a_log_has_the_spikes_of_its_run(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["spikes", str(tmp_path)]) == Status.DONE
     printed = capsys.readouterr().out
     assert "80 steps, 1 spike\n  step 60: the loss jumped from" in printed
-    assert "messages of the run's own watch:\n  step 60: it jumped" in printed
 
 
 def test_a_short_log_is_refused(tmp_path: Path) -> None:

@@ -1,8 +1,5 @@
-"""`tune` times whole steps at many sizes, recommends the smallest of the fastest, and judges data loading."""
+"""`tune` times whole steps at many sizes, and recommends the smallest of the fastest."""
 
-import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,25 +8,13 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.diagnostics import TuneReport, tune
-from anybatch.diagnostics.figures import draw_tuning
-from anybatch.diagnostics.tune import LoadingResult, SizeResult, _relative_times, default_sizes
+from anybatch.diagnostics.tune import SizeResult, default_sizes
 from anybatch.engine.arguments import TrainSpec
-from anybatch.errors import BatchSizeError, UserError
+from anybatch.errors import BatchSizeError
+from tests.events.recorded_run import Clock
 from tests.raising import raises
 
 NUM_SAMPLES = 48
-AT_MOST = "data loading is the bottleneck: of 98 samples/s at most"
-HERE = "of training time with num_workers=0."
-
-
-class Clock:
-    """A clock that moves only by assignment."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Model(nn.Module):
@@ -45,27 +30,12 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.sizes.append(len(x))
-        self.clock.now += 0.05 + 0.01 * len(x) + 0.02 * max(0, len(x) - 12)
+        self.clock.seconds += 0.05 + 0.01 * len(x) + 0.02 * max(0, len(x) - 12)
         if len(x) > self.fits:
             message = "no memory for that many samples"
             raise torch.OutOfMemoryError(message)
         found: torch.Tensor = self.layers(x)
         return found
-
-
-class Samples(torch.utils.data.Dataset[torch.Tensor]):
-    """Data that advances the clock for each sample loaded in this process."""
-
-    def __init__(self, clock: Clock, seconds: float) -> None:
-        self.clock = clock
-        self.seconds = seconds
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.clock.now += self.seconds
-        return torch.full((5,), float(index))
 
 
 def spec(model: nn.Module, optimizer: Any, **options: Any) -> TrainSpec:
@@ -74,17 +44,17 @@ def spec(model: nn.Module, optimizer: Any, **options: Any) -> TrainSpec:
     return TrainSpec(model=model, optimizer=optimizer, loss=loss, **options)
 
 
-def tuned(clock: Clock, model: nn.Module, *, seconds: float = 0.0, **options: Any) -> TuneReport:
-    """Tune on data with this loading time; the optimizer's update takes 0.1 seconds."""
+def tuned(clock: Clock, model: nn.Module, **options: Any) -> TuneReport:
+    """Tune; the optimizer's update takes 0.1 seconds."""
 
     class Slow(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            clock.now += 0.1
+            clock.seconds += 0.1
             super().step(closure)
 
     return tune(
         spec(model, lambda named: Slow(named, lr=1e-6)),
-        lambda _: ab.batches(Samples(clock, seconds), effective_batch_size=NUM_SAMPLES, epochs=6),
+        ab.batches(list(torch.ones(NUM_SAMPLES, 5)), effective_batch_size=NUM_SAMPLES),
         clock=clock,
         world=ab.World(),
         **options,
@@ -106,62 +76,56 @@ def test_whole_steps() -> None:
     assert report.best == report.recommended == 12
 
 
-def test_sizes_take_turns() -> None:
-    """Each size warms up once and is timed in rounds of alternating order, later rounds only for close sizes.
+def test_sizes_alternate() -> None:
+    """Each size warms up and is timed twice, largest first; later rounds are for close sizes, in alternating order.
 
-    A size that is 25% slower than the fastest is not run again. Memory is measured over two micro-batches.
+    One round always runs, and no other starts after the time limit.
     """
     clock = Clock()
     model = Model(clock)
-    tuned(clock, model, micro_batch_sizes=[8, 12, 48], most_seconds=1000.0)
+    tuned(clock, model, micro_batch_sizes=[8, 12, 48], max_seconds=1000.0)
 
     eight, twelve, whole = [8] * (2 + 6), [12] * (2 + 4), [48] * 2
-    estimates = [8] * (2 + 1) + [12] * (2 + 1) + [48]
     assert model.sizes == [
-        *estimates,
-        *(*eight, *twelve, *whole),
         *(*whole, *twelve, *eight),
-        *(eight + twelve + twelve + eight) * 2,
-        *([8] * 2 + [12] * 2 + [48]),
+        *(*eight, *twelve, *whole),
+        *(*twelve, *eight, *eight, *twelve) * 2,
+        *([8] * 2 + [12] * 2 + [48]),  # memory
     ]
 
+    model.sizes.clear()
+    tuned(clock, model, micro_batch_sizes=[24, 48], max_seconds=1.0)
+    assert len(model.sizes) == (1 + 1) + (2 + 2) + (2 + 1)
 
-def test_one_disturbed_turn_does_not_decide() -> None:
-    """A size that was slow in one round, as on a busy machine, is run again and found the fastest."""
+
+def test_one_slow_round_does_not_decide() -> None:
+    """A size that was slow once, as on a busy machine, is run again and found the fastest."""
     clock = Clock()
 
     class Disturbed(Model):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            # After the estimates of both sizes and the first round of the smaller one.
-            clock.now += 1.0 * (14 <= len(self.sizes) < 20)
+            clock.seconds += 10.0 * (len(self.sizes) == 10)  # the first timed step of size 12
             return super().forward(x)
 
-    assert tuned(clock, Disturbed(clock), micro_batch_sizes=[8, 12], most_seconds=1000.0).best == 12
+    report = tuned(clock, Disturbed(clock), micro_batch_sizes=[8, 12, 24], max_seconds=1000.0)
+    assert report.best == 12
+    assert list(report.rates) == [8, 12, 24]
 
 
-def test_what_is_much_slower_is_estimated() -> None:
-    """A size whose first micro-batches take more than twice as long is only estimated, and marked."""
+def test_sizes_below_a_slow_one_are_not_tried() -> None:
+    """Below a size whose step takes twice the shortest time, sizes are not tried, and the table notes it."""
     clock = Clock()
     model = Model(clock)
-    report = tuned(clock, model, micro_batch_sizes=[2, 12])
+    report = tuned(clock, model, micro_batch_sizes=[1, 2, 12])
 
-    assert [one.is_estimated for one in report.sizes] == [True, False]
-    assert report.rates[2] == pytest.approx(48 / (24 * 0.07 + 0.1))  # the time of 24 micro-batches and an update
-    assert model.sizes.count(2) == 2 + 2 + 2
-    assert "~" in str(report).splitlines()[3]
-
-
-def test_an_estimate_is_never_recommended() -> None:
-    """An estimated size is neither the fastest nor recommended."""
-    lucky = SizeResult(size=4, num_micro_batches=16, samples_per_second=500.0, peak_bytes=None, is_estimated=True)
-    report = report_of()
-    report = dataclasses.replace(report, sizes=(lucky, *report.sizes))
-    assert (report.best, report.recommended) == (32, 16)
-    assert _relative_times({4: [0.1], 8: [2.0, 2.0], 16: [1.0, 1.0]}, {4})[8] == [2.0]
+    assert list(report.rates) == [2, 12]
+    assert report.rates[2] == pytest.approx(48 / (24 * 0.07 + 0.1))
+    assert 1 not in model.sizes
+    assert "slower" in str(report).splitlines()[3]
 
 
 @pytest.mark.slow
-def test_what_does_not_fit() -> None:
+def test_sizes_that_do_not_fit() -> None:
     """Sizes from the first that runs out of memory on are listed without figures."""
     clock = Clock()
     report = tuned(clock, Model(clock, fits=23))
@@ -174,7 +138,7 @@ def test_what_does_not_fit() -> None:
         tuned(clock, Model(clock, fits=1))
 
 
-def test_memory_is_what_tensors_hold() -> None:
+def test_memory_matches_the_tensors() -> None:
     """The peak includes weights, gradients and saved activations, and grows linearly with the samples."""
     clock = Clock()
     report = tuned(clock, Model(clock), micro_batch_sizes=[6, 12, 24])
@@ -184,18 +148,6 @@ def test_memory_is_what_tensors_hold() -> None:
     assert small >= 4 * (2 * numbers + 6 * 64)
     assert large - middle == pytest.approx(2 * (middle - small), abs=64)  # the losses of micro-batches are kept too
     assert middle - small >= 4 * 6 * 64
-
-
-def test_loading_in_the_process() -> None:
-    """The loading rate is counted from the second batch on, and its share of the step is printed."""
-    clock = Clock()
-    report = tuned(clock, Model(clock), seconds=0.01, micro_batch_sizes=[12], num_workers=[0])
-
-    assert report.loading[0].num_workers == 0
-    assert report.loading[0].samples_per_second == pytest.approx(100.0)
-    rate = report.rates[12]
-    assert rate == pytest.approx(48 / 0.78)
-    assert f"takes {rate / (rate + 100):.0%} of training time with num_workers=0" in report.loading_verdict
 
 
 def test_sizes_out_of_range() -> None:
@@ -214,111 +166,26 @@ def test_default_sizes(num_samples: int, sizes: list[int]) -> None:
     assert default_sizes(num_samples) == sizes
 
 
-def report_of(*loaded: tuple[int, float]) -> TuneReport:
-    """Return a report of three sizes, and of loading at these rates."""
-    rates = ((8, 90.0), (16, 98.0), (32, 100.0), (64, None))
-    return TuneReport(
-        num_samples=64,
-        device="a device",
-        sizes=tuple(
-            SizeResult(
-                size=size,
-                num_micro_batches=64 // size,
-                samples_per_second=rate,
-                peak_bytes=None if rate is None else size * 2**20,
-            )
-            for size, rate in rates
-        ),
-        loading=tuple(LoadingResult(num_workers=n, samples_per_second=rate) for n, rate in loaded),
-    )
-
-
-@pytest.mark.parametrize(
-    ("loaded", "said"),
-    [
-        ([(0, 4000.0), (1, 3000.0)], f"data loading keeps up: it takes 2% {HERE}"),
-        (
-            [(0, 98.0), (1, 70.0), (2, 150.0)],
-            f"data loading keeps up with num_workers=2 and 2 cores to spare; loading takes 50% {HERE}",
-        ),
-        ([(1, 97.0), (2, 300.0)], "data loading keeps up with num_workers=1 and a core to spare."),
-        (
-            [(0, 60.0), (2, 80.0)],
-            f"{AT_MOST} 80 are trained, with num_workers=2; loading takes 62% {HERE}",
-        ),
-        ([(2, 80.0)], "data loading is the bottleneck: of 98 samples/s at most 80 are trained, with num_workers=2."),
-        (
-            [(0, 300.0), (1, 60.0)],
-            f"{AT_MOST} 74 are trained, with num_workers=0; loading takes 25% {HERE}",
-        ),
-    ],
-)
-def test_what_is_said_of_loading(loaded: list[tuple[int, float]], said: str) -> None:
-    """The verdict names the best number of workers, and whether loading is still the bottleneck."""
-    report = report_of(*loaded)
-
-    assert said == report.loading_verdict
-    assert report.loading_verdict in str(report)
-
-
-def test_figure(tmp_path: Path) -> None:
-    """Both curves are drawn to a file, also if a size does not fit; an unsupported extension raises."""
-    draw_tuning(report_of(), tmp_path / "deep" / "curves.svg")
-
-    drawn = (tmp_path / "deep" / "curves.svg").read_text(encoding="utf-8")
-    assert "<svg" in drawn
-    with raises(UserError, "picture_format"):
-        draw_tuning(report_of(), tmp_path / "curves.gif")
-
-
 @pytest.mark.slow
-def test_what_is_timed_is_what_is_trained() -> None:
+def test_training_steps_are_timed() -> None:
     """Tuning runs the steps of the full `TrainSpec`, including clipping, on the model."""
     model = nn.Linear(5, 3)
     before = model.weight.detach().clone()
     tune(
         spec(model, lambda named: torch.optim.SGD(named, lr=1.0), clip=1e-12),
-        lambda _: ab.batches(Samples(Clock(), 0.0), effective_batch_size=NUM_SAMPLES, epochs=6),
+        ab.batches(list(torch.ones(NUM_SAMPLES, 5)), effective_batch_size=NUM_SAMPLES),
         world=ab.World(),
     )
 
     torch.testing.assert_close(model.weight, before)
 
 
-def test_time_is_bounded() -> None:
-    """One round always runs, and no other starts after the time limit."""
-    clock = Clock()
-    model = Model(clock)
-    tuned(clock, model, micro_batch_sizes=[24, 48], most_seconds=1.0)
-
-    assert len(model.sizes) == 2 + 1 + (2 + 2) + (1 + 1) + (2 + 1)
-
-
-class Counted(torch.utils.data.IterableDataset[torch.Tensor]):
-    """A dataset without an index."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        yield from torch.randn(24, 5)
-
-
-@pytest.mark.slow
-def test_streams() -> None:
-    """An iterable dataset can be tuned like any other data."""
-    clock = Clock()
-    report = tune(
-        spec(Model(clock), lambda named: torch.optim.SGD(named, lr=1e-6)),
-        lambda _: ab.batches(Counted(), effective_batch_size=12, shuffle=False),
-        num_workers=[0],
-        clock=clock,
-        world=ab.World(),
-    )
-
-    assert list(report.rates) == [2, 3, 6, 12]
-    assert len(report.loading) == 1
-
-
-def test_batch_norm_is_said() -> None:
+def test_batch_norm_recommends_the_full_batch() -> None:
     """With BatchNorm the full batch is recommended, with the reason."""
-    report = dataclasses.replace(report_of(), num_batch_norms=2)
+    sizes = [
+        SizeResult(size=size, num_micro_batches=64 // size, samples_per_second=rate, peak_bytes=size)
+        for size, rate in ((8, 90.0), (16, 98.0), (32, 100.0))
+    ]
+    report = TuneReport(num_samples=64, device="a device", sizes=tuple(sizes), num_batch_norms=2)
     assert report.recommended == 32
     assert "2 BatchNorm layers normalise within each micro-batch" in str(report)

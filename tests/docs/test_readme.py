@@ -24,7 +24,7 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return functional.cross_entropy(model(batch["image"]), batch["label"])
 
 
-def what_a_reader_has() -> dict[str, Any]:
+def names_for_readme_code() -> dict[str, Any]:
     """Return the names that the README's code assumes."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 4))
@@ -47,7 +47,7 @@ def what_a_reader_has() -> dict[str, Any]:
 def test_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All Python blocks of README and docs/your_loop.md run in order in one session."""
     monkeypatch.chdir(tmp_path)
-    names = what_a_reader_has()
+    names = names_for_readme_code()
 
     for block in PYTHON:
         exec(compile(block, "docs", "exec"), names)  # noqa: S102 (our own text)
@@ -58,9 +58,9 @@ def test_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names["engine"].close()
 
 
-def test_declarations_in_the_table_are_what_they_say() -> None:
+def test_declarations_in_the_table_are_valid() -> None:
     """Every declaration in the table of losses is valid code."""
-    names = what_a_reader_has() | {"loss": lambda *_: None, "w": torch.ones(4)}
+    names = names_for_readme_code() | {"loss": lambda *_: None, "w": torch.ones(4)}
     cells = re.findall(r"\| `(ab\.\w+\(loss.*?\))`", YOUR_LOOP)
 
     declared = [eval(cell, names) for cell in cells]  # noqa: S307 (our own text)
@@ -76,7 +76,7 @@ def test_readme_is_short() -> None:
 
 def test_three_lines_change_a_loop() -> None:
     """The new loop of the README's diff trains the same parameters as the old one."""
-    old, new = what_a_reader_has(), what_a_reader_has()
+    old, new = names_for_readme_code(), names_for_readme_code()
     for batch in old["loader"]:
         old["optimizer"].zero_grad()
         loss(old["model"], batch).backward()
@@ -94,7 +94,7 @@ PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "doc
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_have_targets(page: str) -> None:
     """Every relative link of a page points to a file of the repository."""
     folder = (ROOT / page).parent
     targets = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", (ROOT / page).read_text(encoding="utf-8"))

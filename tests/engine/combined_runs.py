@@ -7,7 +7,7 @@ exact or different run gives an unexpected result, the separate run of each of i
 from collections.abc import Iterable, Mapping
 from functools import cache
 
-from anybatch.core.compatibility import COMBINABLE, Feature, Verdict, cell, meetings
+from anybatch.core.compatibility import COMBINABLE, Feature, Verdict, cell, stated_pairs
 from tests.engine.compatibility_cases import Features, checkpointed_and_compiled, complete, runs_of
 
 Pair = tuple[Feature, Feature]
@@ -81,7 +81,7 @@ def _standing(run: Features) -> Standing:
 
     Each source of rounding has the smallest tolerance that it needs; statistics of rounded numbers need most.
     """
-    met = [(pair, cell(*pair).verdict) for pair in meetings(run)]
+    met = [(pair, cell(*pair).verdict) for pair in stated_pairs(run)]
     differs = frozenset(pair for pair, verdict in met if verdict is Verdict.DIFFERS)
     refused = frozenset(pair for pair, verdict in met if verdict in BAD)
     return differs, refused, run & (ROUNDING | STATISTICS) if run & ROUNDING else None

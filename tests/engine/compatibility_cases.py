@@ -16,9 +16,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import anybatch as ab
-from anybatch.core.compatibility import Feature, Verdict, cell, meetings
-from anybatch.core.randomness import BatchKey, unit_seed
-from anybatch.engine.updater import ClipByNorm, ClipByValue
+from anybatch.core.compatibility import Feature, Verdict, cell, stated_pairs
+from anybatch.core.randomness import BatchKey, micro_batch_seed
 from anybatch.errors import CompositionError
 from anybatch.norms import Exact, Ghost
 from anybatch.parallel.ddp import DDP
@@ -35,7 +34,7 @@ NUM_SAMPLES, NUM_POSITIONS, NUM_WORDS, WIDTH = 11, 4, 6, 6
 RARE_WORD, SEED = 5, 7
 TERM_WEIGHTS = {"words": 1.0, "size": 0.3}
 LEARNING_RATE = 8.0  # makes updates large compared to the rounding of bf16 parameters
-MAX_NORM, MAX_NORM_OF_FIRST, MAX_VALUE = 0.1, 0.01, 0.01
+MAX_NORM = 0.1
 DEFAULTS = (
     *(Feature.FP32, Feature.WIDE_PARAMETERS, Feature.DIRECT, Feature.BALANCED, Feature.MICRO_BATCH_SIZE),
     *(Feature.DEALT, Feature.COUNT_BEFORE, Feature.DENSE),
@@ -100,7 +99,7 @@ def runs_of(one: Feature, other: Feature) -> list[Features]:
     return [
         run
         for run in runs
-        if all(met is cell(one, other) for met in (cell(*pair) for pair in meetings(run)) if met.verdict in bad)
+        if all(met is cell(one, other) for met in (cell(*pair) for pair in stated_pairs(run)) if met.verdict in bad)
     ]
 
 
@@ -250,11 +249,9 @@ class Keeping(torch.optim.SGD):
         return super().step(closure)
 
 
-def keeping(parameters: Mapping[str, nn.Parameter], features: Features) -> Keeping:
-    """Return the optimizer, with the embedding in a separate group if clipping is by group."""
-    first = 1 if Feature.CLIP_GROUPS in features else 0
-    groups = [values for values in (list(parameters.values())[:first], list(parameters.values())[first:]) if values]
-    return Keeping([{"params": values} for values in groups], lr=LEARNING_RATE)
+def keeping(parameters: Mapping[str, nn.Parameter]) -> Keeping:
+    """Return the optimizer."""
+    return Keeping(parameters.values(), lr=LEARNING_RATE)
 
 
 class Sentences(torch.utils.data.Dataset[Batch]):
@@ -295,13 +292,13 @@ def run(features: Features, world: ab.World) -> Found:
     parameters = trainable(network, objective)
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     model = compiled(network, features) if Feature.COMPILED in features else network
-    optimizer = keeping(parameters, features)
+    optimizer = keeping(parameters)
     sharded = Feature.FSDP in features and Feature.CAST not in features  # fsdp replaces parameters
     instance = not features & IN_FLOAT32 and not sharded
     made: list[Keeping] = [optimizer]
 
     def make(named: Iterable[tuple[str, nn.Parameter]]) -> Keeping:
-        made[0] = keeping(dict(named), features)
+        made[0] = keeping(dict(named))
         return made[0]
 
     batch, sample_ids, seed = arrive(features, world)
@@ -378,9 +375,7 @@ def arguments(features: Features) -> dict[str, Any]:
         Feature.MICRO_BATCH_SIZE: {"micro_batch_size": 3},
         Feature.ACCUMULATION_STEPS: {"accumulation_steps": 2},
         Feature.TOKEN_BUDGET: {"micro_batch_size": ab.token_budget(20, fixed_tokens=1.0)},
-        Feature.CLIP_NORM: {"clip": ClipByNorm(MAX_NORM)},
-        Feature.CLIP_VALUE: {"clip": ClipByValue(MAX_VALUE)},
-        Feature.CLIP_GROUPS: {"clip": [ClipByNorm(MAX_NORM_OF_FIRST), ClipByValue(MAX_VALUE)]},
+        Feature.CLIP_NORM: {"clip": MAX_NORM},
         Feature.DROPOUT_PER_SAMPLE: {"rng": "per_sample"},
         Feature.DROPOUT_UNKEYED: {"rng": None},
         Feature.NORMS_SYNC: {"norms": "sync"},
@@ -427,7 +422,7 @@ def arrive(features: Features, world: ab.World) -> tuple[Any, Sequence[int], int
 
 def seed_of(features: Features, seed: int, first_sample: int) -> int | None:
     """Return the seed of a micro-batch, or None if nothing draws from it."""
-    return unit_seed(seed, 0, first_sample) if Feature.DROPOUT_KEYED in features else None
+    return micro_batch_seed(seed, 0, first_sample) if Feature.DROPOUT_KEYED in features else None
 
 
 def drawn(features: Features, start: int, stop: int, seed: int | None) -> list[tuple[int, int, int | None]]:
@@ -518,11 +513,6 @@ def clipped(features: Features, gradients: Named) -> Named:
     """Return the gradients clipped as the optimizer should get them."""
     if Feature.CLIP_NORM in features:
         return clipped_by_norm(gradients, MAX_NORM)
-    if Feature.CLIP_VALUE in features:
-        return clipped_by_value(gradients)
-    if Feature.CLIP_GROUPS in features:
-        first, *others = gradients.items()
-        return clipped_by_norm(dict([first]), MAX_NORM_OF_FIRST) | clipped_by_value(dict(others))
     return gradients
 
 
@@ -532,12 +522,6 @@ def clipped_by_norm(gradients: Named, max_norm: float) -> Named:
     norm = torch.stack([gradient.square().sum() for gradient in present]).sum().sqrt()
     assert norm > 2 * max_norm, "nothing would be clipped"
     return {name: None if g is None else g * (max_norm / (norm + 1e-6)) for name, g in gradients.items()}
-
-
-def clipped_by_value(gradients: Named) -> Named:
-    """Return the gradients with clamped elements."""
-    assert max(g.abs().max() for g in gradients.values() if g is not None) > 2 * MAX_VALUE, "nothing would be clipped"
-    return {name: None if g is None else g.clamp(-MAX_VALUE, MAX_VALUE) for name, g in gradients.items()}
 
 
 def updated(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:

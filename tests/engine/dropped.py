@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import anybatch as ab
 from anybatch.core.randomness import BatchKey
-from anybatch.engine.per_sample_dropout import PerSample
 from tests.engine.cases import (
     NUM_CLASSES,
     NUM_FEATURES,
@@ -35,18 +34,14 @@ class Way:
         shape: of one sample's hidden values.
         arrange: calls the layer on the hidden values of all samples, (samples, *shape).
         by_channel: whole channels are dropped.
-        alpha: dropped values are saturated.
         around: calls the block that contains the layer.
-        rng: the engine's option.
     """
 
     drop: Callable[[], nn.Module]
     shape: tuple[int, ...] = (4, 6)
     arrange: Callable[[Layer, torch.Tensor], torch.Tensor] = lambda drop, hidden: drop(hidden)
     by_channel: bool = False
-    alpha: bool = False
     around: Callable[[Layer, torch.Tensor], torch.Tensor] = lambda block, hidden: block(hidden)
-    rng: Any = "per_sample"
 
 
 class Functional(nn.Module):
@@ -72,28 +67,13 @@ WAYS: Mapping[str, Way] = {
     "Dropout1d": Way(drop=lambda: nn.Dropout1d(P), by_channel=True),
     "Dropout2d": Way(drop=lambda: nn.Dropout2d(P), shape=(4, 3, 2), by_channel=True),
     "Dropout3d": Way(drop=lambda: nn.Dropout3d(P), shape=(4, 1, 3, 2), by_channel=True),
-    "AlphaDropout": Way(drop=lambda: nn.AlphaDropout(P), alpha=True),
-    "AlphaDropout in place": Way(drop=lambda: nn.AlphaDropout(P, inplace=True), alpha=True, arrange=on_a_copy),
-    "FeatureAlphaDropout": Way(drop=lambda: nn.FeatureAlphaDropout(P), by_channel=True, alpha=True),
-    "torch.dropout": Way(drop=lambda: Functional(torch.dropout, P, True)),
     "F.dropout2d": Way(drop=lambda: Functional(F.dropout2d, P), shape=(4, 3, 2), by_channel=True),
     "an odd number of one axis": Way(drop=lambda: nn.Dropout(P), shape=(7,)),
     "flattened": Way(
         drop=lambda: nn.Dropout(P), arrange=lambda drop, hidden: drop(hidden.flatten(0, 1)).view_as(hidden)
     ),
-    "samples in the second axis": Way(
-        drop=lambda: nn.Dropout(P),
-        arrange=lambda drop, hidden: drop(hidden.transpose(0, 1)).transpose(0, 1),
-        rng=PerSample(sample_dims={"block": 1}),
-    ),
     "checkpointed": Way(
         drop=lambda: nn.Dropout(P), around=lambda block, hidden: checkpoint(block, hidden, use_reentrant=False)
-    ),
-    "checkpointed, samples in the second axis": Way(
-        drop=lambda: nn.Dropout(P),
-        arrange=lambda drop, hidden: drop(hidden.transpose(0, 1)).transpose(0, 1),
-        around=lambda block, hidden: checkpoint(block, hidden, use_reentrant=False),
-        rng=PerSample(sample_dims={"block": 1}),
     ),
 }
 
@@ -152,12 +132,7 @@ class ByHand(nn.Module):
         kept = mask(self.key, self.calls, way.shape[:1] if way.by_channel else way.shape, P)
         kept = kept.reshape(*kept.shape, *(1,) * (hidden.dim() - kept.dim())).double()
         self.calls += 1
-        if not way.alpha:
-            return hidden * kept / (1 - P)
-        saturated = -1.6732632423543772 * 1.0507009873554805  # minus SELU's alpha times its scale
-        scale = ((1 - P) * (1 + P * saturated**2)) ** -0.5
-        found: torch.Tensor = scale * (hidden * kept + saturated * (1 - kept)) - scale * saturated * P
-        return found
+        return hidden * kept / (1 - P)
 
 
 def make_engine(network: nn.Module, **options: Any) -> ab.Engine:

@@ -149,17 +149,15 @@ class SimulatedDevice:
     Args:
         packed_factor: time of a packed token relative to a padded one.
         cached: most tokens in a micro-batch at normal speed; in larger ones each token takes twice as long.
-        room: most tokens in a micro-batch that fits in memory.
 
     Attributes:
         newest: the layout of the latest forward.
         largest: most tokens in a forward.
     """
 
-    def __init__(self, packed_factor: float, *, cached: float = math.inf, room: float = math.inf) -> None:
+    def __init__(self, packed_factor: float, *, cached: float = math.inf) -> None:
         self._packed_factor = packed_factor
         self._cached = cached
-        self._room = room
         self._seconds = 0.0
         self.newest = ""
         self.largest = 0
@@ -183,9 +181,6 @@ class SimulatedDevice:
         self.newest = "packed" if is_packed else "padded"
         num_tokens = arguments[0].numel()
         self.largest = max(self.largest, num_tokens)
-        if num_tokens > self._room:
-            message = "simulated"
-            raise torch.OutOfMemoryError(message)
         tokens = num_tokens * (self._packed_factor if is_packed else 1.0)
         self._seconds += 1.0 + 0.1 * tokens * (2.0 if num_tokens > self._cached else 1.0)
 

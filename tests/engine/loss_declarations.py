@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import anybatch as ab
 from anybatch.core.loss import Loss
 from anybatch.core.records import DiagnosisRecord, Record
-from tests.engine.cases import CLASS_WEIGHTS, NUM_CLASSES, NUM_WORDS, Batch, sentences, vectors, weight_of_targets
+from tests.engine.cases import CLASS_WEIGHTS, NUM_CLASSES, NUM_WORDS, Batch, sentences, vectors
 
 HOLDS = "confirmed by the check of the first step"
 MakeModel = Callable[[], nn.Module]
@@ -27,21 +27,15 @@ class Classifier(nn.Module):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2))
         self.head = nn.Linear(8, num_outputs)
-        self.num_calls = 0
         self.kind = kind
 
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        self.num_calls += 1
-        encoded: torch.Tensor = self.body(x)
-        return encoded
-
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
-        logits: torch.Tensor = self.head(self.encode(x))
+        logits: torch.Tensor = self.head(self.body(x))
         return logits if y is None else {"loss": LOSSES_INSIDE[self.kind](logits, y), "logits": logits}
 
 
 class Tagger(nn.Module):
-    """Predicts words, with dropout and BatchNorm; with labels it computes its loss."""
+    """Predicts words, with dropout and BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,10 +44,10 @@ class Tagger(nn.Module):
         self.dropout = nn.Dropout(0.2)
         self.out = nn.Linear(8, NUM_WORDS)
 
-    def forward(self, words: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
         seen = self.norm(self.words(words).cumsum(1).transpose(1, 2)).transpose(1, 2)
-        logits = self.out(self.dropout(torch.tanh(seen)))
-        return logits if labels is None else {"loss": mean_over_words(logits, labels), "logits": logits}
+        logits: torch.Tensor = self.out(self.dropout(torch.tanh(seen)))
+        return logits
 
 
 class Criterion(nn.Module):
@@ -78,17 +72,13 @@ def contrast(ones: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 LOSSES_INSIDE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "mean": F.cross_entropy,
-    "sum": lambda logits, y: F.cross_entropy(logits, y, reduction="sum"),
     "weights": lambda logits, y: F.cross_entropy(logits, y, weight=CLASS_WEIGHTS.to(logits.dtype)),
-    "contrastive": lambda logits, y: contrast(logits, F.one_hot(y, NUM_CLASSES) + logits.roll(1, 1)),
 }
 
 
-def mean_over_words(logits: torch.Tensor, labels: torch.Tensor, *, shift: bool = True) -> torch.Tensor:
+def mean_over_words(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the mean cross-entropy over unmasked targets."""
-    if shift:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    return F.cross_entropy(logits.reshape(-1, NUM_WORDS), labels.reshape(-1))
+    return F.cross_entropy(logits[:, :-1].reshape(-1, NUM_WORDS), labels[:, 1:].reshape(-1))
 
 
 # Losses, as a user writes them
@@ -99,20 +89,9 @@ def of_samples(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
-def of_each(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return one loss per sample."""
-    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
-
-
 def of_words(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return a mean over the next words."""
     return mean_over_words(model(batch["words"]), batch["labels"])
-
-
-def of_words_in_place(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a mean over words; pop the labels from the batch and change the logits in place."""
-    labels = batch.pop("labels")
-    return mean_over_words(model(batch["words"]).div_(2.0), labels, shift=False)
 
 
 def of_words_summed(model: nn.Module, batch: Batch) -> ab.LossSum:
@@ -150,11 +129,6 @@ def from_inside_of_vectors(model: Any, batch: Batch) -> torch.Tensor:
     return loss
 
 
-def with_noise(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a mean over samples, with dropout in the loss."""
-    return F.cross_entropy(F.dropout(model(batch["x"])), batch["y"])
-
-
 @dataclass(frozen=True, slots=True)
 class Declared:
     """A model, a batch, and a declared loss; `words` are the cause of the expected error, and a part of its remedy."""
@@ -177,16 +151,12 @@ def samples() -> Batch:
 
 RIGHT: Mapping[str, Declared] = {
     "samples": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_samples)),
-    "one loss per sample": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_each)),
     "one number, undeclared": Declared(Classifier, samples, lambda: of_samples),
     "a loss with parameters": Declared(Classifier, samples, lambda: ab.mean_over_samples(Criterion())),
     "named models": Declared(
         two_models, samples, lambda: ab.mean_over_samples(lambda model, batch: of_samples(model["other"], batch))
     ),
-    "class weights": Declared(Classifier, samples, lambda: ab.mean_over(of_weights, weight_of_targets)),
-    "a sum": Declared(Classifier, samples, lambda: ab.sum_over_samples(of_summed)),
     "tokens": Declared(Tagger, sentences, lambda: ab.mean_over_tokens(of_words)),
-    "tokens, not shifted": Declared(Tagger, sentences, lambda: ab.mean_over_tokens(of_words_in_place, shift=False)),
     "LossSum, undeclared": Declared(Tagger, sentences, lambda: of_words_summed),
     "two terms": Declared(
         Tagger, sentences, lambda: ab.sum_of(of_words_and_values, lm=ab.tokens(), aux=ab.samples(weight=0.01))
@@ -213,6 +183,12 @@ WRONG: Mapping[str, Declared] = {
         samples,
         lambda: ab.mean_over_samples(lambda model, batch: (model(batch["x"]) - batch["x"].sum(1)).square().mean()),
         ("broadcast", "In sub, tensors of shapes ("),
+    ),
+    "samples as tokens, of which some samples have none": Declared(
+        Classifier,
+        lambda: {**samples(), "labels": (torch.arange(23)[:, None] % 4 > torch.arange(6)).long() - 100},
+        lambda: ab.mean_over_tokens(of_samples, ignore_index=-100),
+        ("mean", "ab.mean_over_samples(loss)"),
     ),
     "weights forgotten": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_weights), _WEIGHTS),
     "weights forgotten, inside": Declared(
@@ -244,13 +220,11 @@ class Diagnoses:
 
     def __init__(self) -> None:
         self.codes: list[str] = []
-        self.messages: list[str] = []
 
     def observe(self, record: Record, /) -> None:
         """Take a record."""
         if isinstance(record, DiagnosisRecord):
             self.codes.append(record.code)
-            self.messages.append(record.message)
 
 
 def engine_for(case: Declared, dtype: torch.dtype = torch.float64, **options: Any) -> ab.Engine:

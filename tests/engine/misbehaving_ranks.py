@@ -48,7 +48,7 @@ class Misbehaviour:
         step: the step in which it acts, from 0 on.
         own: pattern for how the misbehaving rank ends: "finished", "died CODE" or "TYPE: text".
         peers: the same for every other rank.
-        mode: after an error a rank "ends" its process, "lingers" until its peers have ended, or "goes on".
+        mode: after an error a rank "ends" its process, "lingers" until its peers have ended, or "continues".
         odd: options of the engine on the misbehaving rank.
         common: options of the engine on all ranks.
         num_ranks: the number of ranks.
@@ -64,7 +64,7 @@ class Misbehaviour:
     step: int = 2
     own: str = "finished"
     peers: str = "finished"
-    mode: Literal["ends", "lingers", "goes on"] = "ends"
+    mode: Literal["ends", "lingers", "continues"] = "ends"
     odd: Mapping[str, Any] = field(default_factory=dict)
     common: Mapping[str, Any] = field(default_factory=dict)
     num_ranks: int = 2
@@ -269,7 +269,7 @@ class Program:
         try:
             act()
         except (Exception, KeyboardInterrupt) as error:
-            if self.case.mode != "goes on" or len(self.survived) == _MAX_ERRORS:
+            if self.case.mode != "continues" or len(self.survived) == _MAX_ERRORS:
                 raise
             self.survived.append(_described(error))
 

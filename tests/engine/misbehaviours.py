@@ -95,30 +95,13 @@ def raising_ranks() -> Iterator[Misbehaviour]:
             yield case(
                 name=f"raises in {place}, lingers", own=PLANTED, peers=f"RankFailedError: .*{PLANTED}", mode="lingers"
             )
-            yield case(name=f"raises in {place}, goes on", own=APART, peers=APART, mode="goes on")
+            yield case(name=f"raises in {place}, continues", own=APART, peers=APART, mode="continues")
     for place in BEFORE:
         case = partial(Misbehaviour, place=place, act=fail, own=PLANTED)
         known = PLANTED if place != "model" else "rank 1 (has ended|closed)"  # the engine does not see the user's code
         yield case(name=f"raises in {place}, ends", peers=f"(RankFailed|RanksDiffer)Error: .*{known}")
     yield Misbehaviour(
         name="raises in the first step", place="loss", step=0, act=fail, own=PLANTED, peers=f"RankFailed.*{PLANTED}"
-    )
-    yield Misbehaviour(
-        name="raises once while the loss is checked, which is undecided then",
-        place="loss",
-        step=0,
-        act=fail,
-        common={"check_loss": True},
-        strategies=("all_reduce", "ddp", "zero1"),
-    )
-    yield Misbehaviour(
-        name="rank 0 raises in backward, lingers",
-        place="backward",
-        act=fail,
-        odd_rank=0,
-        own=PLANTED,
-        peers=f"RankFailedError: .*{PLANTED}",
-        mode="lingers",
     )
     yield Misbehaviour(
         name="one of three raises in backward, lingers",
@@ -139,7 +122,6 @@ def _raising_others() -> Iterator[Misbehaviour]:
         "SystemExit": SystemExit("planted"),
         "RuntimeError like gloo's": RuntimeError("Connection closed by peer: planted"),
         "OutOfMemoryError": torch.OutOfMemoryError("planted"),
-        "StopIteration": StopIteration("planted"),
     }
     for name, error in errors.items():
         for place in ("loss", "backward", "optimizer"):
@@ -147,8 +129,6 @@ def _raising_others() -> Iterator[Misbehaviour]:
             peers = f"RankFailedError: .*({kind}|planted)"
             if name == "OutOfMemoryError":  # where possible, all repeat the step in smaller micro-batches
                 kind, peers = "finished|planted", "finished|RankFailedError: .*planted"
-            if name == "StopIteration":
-                kind = "StopIteration|RuntimeError"
             yield Misbehaviour(name=f"{name} in {place}", place=place, act=raising(error), own=kind, peers=peers)
 
 
@@ -165,8 +145,6 @@ def dying_ranks() -> Iterator[Misbehaviour]:
             own="died -9",
             peers=ENDED.replace("rank 1", f"rank {rank}"),
         )
-    for place in BEFORE:
-        yield Misbehaviour(name=f"killed in {place}", place=place, act=die, own="died -9", peers=ENDED)
     for place in ("forward", "backward", "optimizer", "between"):
         yield Misbehaviour(name=f"exits in {place}", place=place, act=leave, own="died 7", peers=ENDED)
     for place in ("forward", "backward"):
@@ -249,7 +227,6 @@ def other_calls() -> Iterator[Misbehaviour]:
         "evaluates": lambda p: p.engine.evaluate(p.evaluated()),
         "loads": lambda p: p.engine.load(p.folder),
         "asks for gradients": lambda p: p.engine.gradients(p.batch),
-        "aligns replicas": lambda p: p.engine.align_replicas(),
     }
     for name, call in calls.items():
         yield apart(name=f"{name} alone", place="between", act=partial(_call, call), peers=DIFFERS, own=DIFFERS)
@@ -257,7 +234,7 @@ def other_calls() -> Iterator[Misbehaviour]:
         step = {"save": 1, "evaluate": 2, "load": 3}[name]
         yield apart(name=f"leaves out {name}", place=name, step=step, act=lambda _: "left out")
     yield Misbehaviour(
-        name="saves alone behind the last step",
+        name="saves alone after the last step",
         place="before close",
         step=5,
         act=partial(_call, calls["saves"]),
@@ -273,7 +250,7 @@ def other_calls() -> Iterator[Misbehaviour]:
     yield apart(name="builds one more engine", place="between", act=_one_more_engine)
     yield apart(name="makes one more world", place="between", act=lambda _: _one_more_world())
     yield Misbehaviour(
-        name="builds one more engine behind the last step",
+        name="builds one more engine after the last step",
         place="before close",
         step=5,
         act=_one_more_engine,

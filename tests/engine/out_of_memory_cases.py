@@ -128,7 +128,6 @@ class End:
         units: micro-batches of the second step since its last restart: (start id, number).
         events: (phase, before, after) of each out-of-memory event.
         num_allocations: of the second step, before clipping.
-        failed: phases in which allocations failed.
         decision: on the micro-batch size.
     """
 
@@ -138,7 +137,6 @@ class End:
     units: tuple[tuple[int, int], ...]
     events: tuple[tuple[Any, ...], ...]
     num_allocations: int
-    failed: tuple[str, ...]
     decision: str
 
 
@@ -216,7 +214,6 @@ def train(run: Run, fault: Fault | None = None) -> End:
             if isinstance(record, OutOfMemoryRecord)
         ),
         num_allocations=num_allocations,
-        failed=tuple(phase for _, phase in injected.failed),
         decision=engine.decisions.get("micro_batch_size", ""),
     )
 

@@ -1,18 +1,20 @@
 """Ranks that diverge in the middle of a run: what one rank does differently, and the results on all."""
 
+import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.core.batch import LaterUnits, Position, Positions
-from anybatch.parallel import roll_call
+from anybatch.core.batch import Position
+from anybatch.core.records import PhaseRecord, Record
 from anybatch.parallel.torch_internals import default_store
 from tests.engine.cases import (
     STRATEGIES,
@@ -21,15 +23,13 @@ from tests.engine.cases import (
     classify,
     cut,
     perceptron,
-    predict,
-    sentences,
     sgd_engine,
     vectors,
 )
 
 BATCH_SIZE, NUM_BATCHES, APART = 6, 5, 2
 """Samples per batch, batches per run, and the batch at which the last rank differs."""
-NUM_LOOKS = 3
+MESSAGE = "sample 17 is unreadable"
 
 
 @dataclass
@@ -40,13 +40,11 @@ class Told:
         ends: for each call, the number of the step it made, or the error's class and text.
         fields: of the last error.
         weights: the final ones.
-        names: the differing names that a repair reports.
     """
 
     ends: list[str] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
     weights: list[float] = field(default_factory=list)
-    names: tuple[str, ...] = ()
 
     @property
     def kinds(self) -> list[str]:
@@ -63,7 +61,6 @@ class Run:
         self.optimizer = optimizer(self.layers.parameters(), lr=0.1)
         self.is_last = self.world.rank == self.world.size - 1
         self.raises: BaseException | None = None
-        self.waits, self.waits_for = False, f"others have looked, {strategy}"
         self.engine = ab.Engine(
             self.layers,
             self.optimizer,
@@ -76,8 +73,6 @@ class Run:
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the mean, or raise once."""
-        if self.waits:
-            default_store().wait([self.waits_for])
         if self.raises is not None:
             error, self.raises = self.raises, None
             raise error
@@ -133,51 +128,6 @@ def plain_loop(numbers: Sequence[int]) -> list[float]:
     return weights_of(model)
 
 
-class Unreadable(InMemory):
-    """An effective batch that cannot be loaded."""
-
-    def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
-        del units, later_units
-        message = "planted"
-        raise OSError(message)
-
-
-def raises_in_loss(strategy: str, kind: type[BaseException]) -> Told:
-    """Run on every rank: the last rank's loss raises once; every loop catches its step's error and continues."""
-    run = Run(strategy)
-    for number in range(NUM_BATCHES):
-        run.raises = kind("planted") if number == APART and run.is_last else None
-        run.step(batch_at(number))
-    return run.end()
-
-
-def raises_in_data(strategy: str) -> Told:
-    """Run on every rank: the last rank cannot load a batch."""
-    run = Run(strategy)
-    for number in range(NUM_BATCHES):
-        run.step(batch_at(number, Unreadable if number == APART and run.is_last else InMemory))
-    return run.end()
-
-
-def raises_in_counted_data() -> list[str]:
-    """Run on every rank: the last rank cannot load a batch whose targets are counted before the first forward."""
-    torch.manual_seed(2)
-    model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11)).double()
-    world = ab.World.from_environment(device="cpu")
-    loss = ab.mean_over_tokens(predict)
-    engine = ab.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, micro_batch_size=2, world=world)
-    ends = []
-    for number in range(3):
-        apart = number == 1 and world.rank == world.size - 1
-        try:
-            ends.append(str(engine.step((Unreadable if apart else InMemory)(sentences(6))).step))
-        except Exception as error:  # noqa: BLE001 (recorded)
-            ends.append(f"{type(error).__name__}: {error}")
-    engine.close()
-    world.close()
-    return ends
-
-
 def skips(strategy: str) -> Told:
     """Run on every rank: the last one skips a batch."""
     run = Run(strategy)
@@ -197,7 +147,7 @@ def sets_rate(strategy: str) -> Told:
 
 
 def changes_weight(strategy: str, folder: str) -> Told:
-    """Run on every rank: a weight of the last one changes; then all save, evaluate, repair, save and continue."""
+    """Run on every rank: a weight of the last one changes; then all save and evaluate."""
     run = Run(strategy)
     run.step(batch_at(0))
     if run.is_last:
@@ -205,9 +155,28 @@ def changes_weight(strategy: str, folder: str) -> Told:
             next(iter(run.layers.parameters()))[1, 2] += 1e-12
     run.attempt(partial(run.engine.save, Path(folder)))
     run.attempt(partial(run.engine.evaluate, [batch_at(1)]))
-    run.told.names = run.engine.align_replicas()
-    run.attempt(partial(run.engine.save, Path(folder)))
-    run.step(batch_at(1))
+    return run.end()
+
+
+class RaisesAfterBackward:
+    """An observer that raises when the sums over ranks have started."""
+
+    def observe(self, record: Record) -> None:
+        """Raise after the last backward of a step."""
+        if isinstance(record, PhaseRecord) and (record.name, record.event) == ("forward_backward", "end"):
+            message = "planted"
+            raise ValueError(message)
+
+
+def raises_on_all(strategy: str, where: str) -> Told:
+    """Run on every rank: the second step raises on all ranks, which catch it and continue."""
+    run = Run(strategy)
+    run.step(batch_at(0))
+    if where == "loss":
+        run.raises = ValueError("planted")
+    with nullcontext() if where == "loss" else run.engine.observed_by(RaisesAfterBackward()):
+        run.step(batch_at(1))
+    run.step(batch_at(2))
     return run.end()
 
 
@@ -260,51 +229,6 @@ def evaluates_more(strategy: str) -> Told:
     return run.end()
 
 
-def saves_without_the_others(folder: str) -> str:
-    """Run on every rank: all but the last save, with a short timeout, and the last one makes no call."""
-    world = ab.World.from_environment(device="cpu", timeout_seconds=1.0)
-    model = perceptron()
-    engine = sgd_engine(model, micro_batch_size=2, world=world)
-    key, error = "the others have given up", ""
-    if world.rank == world.size - 1:
-        default_store().wait([key])
-    else:
-        try:
-            engine.save(Path(folder))
-        except Exception as caught:  # noqa: BLE001 (the test reports it)
-            error = f"{type(caught).__name__}: {caught}"
-        default_store().set(key, "1")
-    engine.close()
-    world.close()
-    return error
-
-
-def slow(strategy: str) -> tuple[Told, int]:
-    """Run on every rank: the last one waits until another has looked for it often; return the number of looks."""
-    run, num_looks = Run(strategy), 0
-    look = roll_call.RollCall._peer_has_failed  # noqa: SLF001
-
-    def counted(self: roll_call.RollCall, *, was_left: bool) -> bool:
-        nonlocal num_looks
-        num_looks += 1
-        found = look(self, was_left=was_left)
-        if num_looks >= NUM_LOOKS and not run.is_last:
-            default_store().set(run.waits_for, "1")
-        return found
-
-    run.step(batch_at(0))
-    run.waits = run.is_last
-    with (
-        mock.patch.object(roll_call, "_FIRST_PATIENCE_SECONDS", 0.01),
-        mock.patch.object(roll_call.RollCall, "_peer_has_failed", counted),
-    ):
-        run.step(batch_at(1))
-        run.waits = False
-        run.attempt(partial(run.engine.evaluate, [batch_at(2)]))
-    run.step(batch_at(2))
-    return run.end(), num_looks
-
-
 def saves_alone_in_shares(strategy: str, folder: str) -> Told:
     """Run on every rank: all but the last save after a loader's first share, in a world of the loader's own."""
     run = Run(strategy)
@@ -320,3 +244,37 @@ def saves_alone_in_shares(strategy: str, folder: str) -> Told:
 
     run.attempt(loop)
     return run.end()
+
+
+def ends_in_shares(strategy: str, *, is_killed: bool) -> None:
+    """Run on every rank: the last rank's loader raises at its second share, or kills the process."""
+    run = Run(strategy)
+
+    def loader() -> Iterator[Batch]:
+        yield samples(run.world.rank)
+        if run.is_last and is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if run.is_last:
+            raise RuntimeError(MESSAGE)  # torch raises this type too, also if a collective breaks
+        yield samples(2)
+
+    for share in ab.shares(loader(), world=run.world):
+        run.engine.step(share)
+
+
+def saves_without_the_others(folder: str) -> str:
+    """Run on every rank: all but the last save, with a short timeout, and the last one makes no call."""
+    world = ab.World.from_environment(device="cpu", timeout_seconds=1.0)
+    engine = sgd_engine(perceptron(), micro_batch_size=2, world=world)
+    key, error = "the others have given up", ""
+    if world.rank == world.size - 1:
+        default_store().wait([key])
+    else:
+        try:
+            engine.save(Path(folder))
+        except Exception as caught:  # noqa: BLE001 (the test reports it)
+            error = f"{type(caught).__name__}: {caught}"
+        default_store().set(key, "1")
+    engine.close()
+    world.close()
+    return error

@@ -1,7 +1,4 @@
-"""Inputs that raise an error, with its class and the value that its message names.
-
-python -m tests.engine.refusals        prints all messages
-"""
+"""Inputs that raise an error, with its class and the value that its message names."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +9,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anybatch as ab
-from anybatch.engine.updater import ClipByValue
 from anybatch.errors import (
     AnyBatchError,
     BatchSizeError,
@@ -26,7 +22,6 @@ from anybatch.errors import (
     UserError,
 )
 from anybatch.parallel.all_reduce import AllReduce
-from anybatch.testing import RankPool
 from tests.engine.cases import (
     Batch,
     InMemory,
@@ -114,10 +109,10 @@ ON_ONE_RANK: Mapping[str, Refusal] = {
     "leaves of different lengths": Refusal(DataError, "batch['x'] has 5 samples", lambda: step(batch=unlike())),
     "nothing to evaluate": Refusal(LossError, "nothing to evaluate", lambda: engine().evaluate([])),
     # Losses
-    "a loss that is no function": Refusal(LossError, "float", lambda: engine(loss=0.5)),
+    "a loss that is not a function": Refusal(LossError, "float", lambda: engine(loss=0.5)),
     "a bare scalar loss that is unchecked": Refusal(LossError, "one number", lambda: step(classify, check_loss=False)),
     "a bare scalar loss of one sample": Refusal(LossError, "one number", lambda: step(classify, vectors(1))),
-    "a bare scalar loss that is no mean over samples": Refusal(
+    "a bare scalar loss that is not a mean over samples": Refusal(
         LossError, "one number", lambda: step(classify_weighted)
     ),
     "an undeclared dict": Refusal(
@@ -134,7 +129,7 @@ ON_ONE_RANK: Mapping[str, Refusal] = {
         LossError, "['lm']", lambda: step(ab.sum_of(classify, lm=ab.samples()))
     ),
     "no terms": Refusal(LossError, "at least one term", lambda: ab.sum_of(classify)),
-    "a term that is none": Refusal(LossError, "lm=0.5", lambda: ab.sum_of(classify, lm=0.5)),  # type: ignore[arg-type]
+    "a term that is not a loss": Refusal(LossError, "lm=0.5", lambda: ab.sum_of(classify, lm=0.5)),  # type: ignore[arg-type]
     "a loss that is a number": Refusal(LossError, "float", lambda: step(ab.mean_over_samples(returns(0.5)))),
     "no loss": Refusal(LossError, "NoneType", lambda: step(ab.mean_over_samples(returns(None)))),
     "more losses than samples": Refusal(
@@ -155,12 +150,14 @@ ON_ONE_RANK: Mapping[str, Refusal] = {
     ),
     "a count below 0": Refusal(LossError, "'loss' is -1", lambda: step(ab.mean_over(classify, lambda _: -1))),
     "all targets masked": Refusal(
-        LossError, "counts 0 over all 29 samples", lambda: step(ab.mean_over_tokens(classify), sentences_masked(0, 29))
+        LossError,
+        "has a count of 0 over all 29 samples",
+        lambda: step(ab.mean_over_tokens(classify), sentences_masked(0, 29)),
     ),
     "labels under another name": Refusal(
         LossError, "labels='targets'", lambda: step(ab.mean_over_tokens(classify, labels="targets"), sentences())
     ),
-    "labels that are no tensor": Refusal(
+    "labels that are not a tensor": Refusal(
         LossError, "labels='labels'", lambda: step(ab.mean_over_tokens(classify), {"labels": ["a", "b"]})
     ),
     "a loss of NaN": Refusal(
@@ -169,12 +166,12 @@ ON_ONE_RANK: Mapping[str, Refusal] = {
     "an infinite loss": Refusal(
         NonFiniteError, "step 0", lambda: step(returns(lambda each: ab.LossSum(each.sum() * float("inf"), 5)))
     ),
-    "nothing counted after all": Refusal(
+    "no items counted": Refusal(
         NonFiniteError, "step 0", lambda: step(returns(lambda each: ab.LossSum(each.sum() * 0, 0)))
     ),
     "a gradient of NaN": Refusal(NonFiniteError, "gradient", infinite_gradient),
     # Models and optimizers
-    "a model that is none": Refusal(ParameterError, "'model' is list", lambda: engine([perceptron()], sgd)),
+    "a model that is not a module": Refusal(ParameterError, "'model' is list", lambda: engine([perceptron()], sgd)),
     "a lazy layer": Refusal(
         ParameterError, "module '1' is lazy", lambda: engine(nn.Sequential(nn.Linear(5, 4), nn.LazyLinear(4)), sgd)
     ),
@@ -191,18 +188,18 @@ ON_ONE_RANK: Mapping[str, Refusal] = {
     ),
     "an optimizer of another model": Refusal(
         ParameterError,
-        "1 trainable parameters that belong to no given module",
+        "1 trainable parameters that are in no module of the engine",
         lambda: engine(
             model := perceptron(), torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(3, 2))], lr=0.1)
         ),
     ),
-    "an optimizer function that makes none": Refusal(ParameterError, "returned list", lambda: engine(optimizer=list)),
+    "an optimizer function that returns none": Refusal(ParameterError, "returned list", lambda: engine(optimizer=list)),
     # Choices
     "an unknown strategy": Refusal(UserError, "'zero9'", lambda: engine(strategy="zero9")),
     "an unknown precision": Refusal(UserError, "'fp8'", lambda: engine(precision="fp8")),
     "an unknown rng": Refusal(UserError, "'sample'", lambda: engine(rng="sample")),
+    "an unknown deal": Refusal(UserError, "'even'", lambda: engine(deal="even")),
     "no room below the norm": Refusal(UserError, "clip=0", lambda: engine(clip=0)),
-    "no room below the value": Refusal(UserError, "max_value=-1", lambda: engine(clip=ClipByValue(-1))),
     "a reduction without ranks": Refusal(CompositionError, "all_reduce", lambda: engine(strategy="all_reduce")),
     "whole units of given shares": Refusal(
         CompositionError, "deal='fixed'", lambda: step(deal="fixed", micro_batch_size=2)
@@ -243,7 +240,7 @@ def one_nan(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 ON_TWO_RANKS: Mapping[str, Refusal] = {
     # On ranks, because a check of annotated shapes, where it runs, raises first.
-    "a sum that is no number": Refusal(
+    "a sum that is not a number": Refusal(
         LossError,
         "one number, the sum",
         lambda: step(returns(lambda each: ab.LossSum(each, len(each))), own_part(), **here()),
@@ -278,7 +275,7 @@ ON_TWO_RANKS: Mapping[str, Refusal] = {
     ),
     "all targets masked on two ranks": Refusal(
         LossError,
-        "counts 0 over all 29 samples",
+        "has a count of 0 over all 29 samples",
         lambda: step(ab.mean_over_tokens(classify), InMemory(sentences_masked(0, 29)), **here()),
     ),
     "a loss of NaN on one rank": Refusal(
@@ -309,18 +306,3 @@ def told(name: str, refusals: Mapping[str, Refusal]) -> tuple[str, str]:
 def told_on_ranks() -> dict[str, tuple[str, str]]:
     """Run on every rank: pass all inputs that are wrong there."""
     return {name: told(name, ON_TWO_RANKS) for name in ON_TWO_RANKS}
-
-
-def main() -> None:
-    """Print every message."""
-    torch.set_num_threads(1)
-    for name in ON_ONE_RANK:
-        kind, message = told(name, ON_ONE_RANK)
-        print(f"{name}\n    {kind}: {message}")  # noqa: T201 (a script)
-    with RankPool(2) as pool:
-        for name, (kind, message) in pool.run(told_on_ranks)[0].items():
-            print(f"{name}\n    {kind}: {message}")  # noqa: T201 (a script)
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,16 @@ from torch.optim.lr_scheduler import ChainedScheduler, StepLR
 import anybatch as ab
 from anybatch.errors import AnyBatchWarning, LossError, ParameterError
 from anybatch.testing import relative_error
-from tests.engine.cases import Batch, InMemory, classify, language_model, perceptron, sentences, vectors
+from tests.engine.cases import (
+    Batch,
+    InMemory,
+    classify,
+    language_model,
+    perceptron,
+    sentences,
+    sgd_engine,
+    vectors,
+)
 from tests.ranks_fixture import Ranks
 
 TOLERANCE = 1e-12
@@ -41,7 +50,7 @@ def rates(optimizer: torch.optim.Optimizer, *, chained: bool) -> Any:
 
 @pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("steps_itself", [False, True])
-def test_a_scheduler_that_is_stepped_twice_is_warned_of(chained: bool, steps_itself: bool) -> None:
+def test_a_scheduler_that_is_stepped_twice_warns(chained: bool, steps_itself: bool) -> None:
     """A loop that also calls `step()` on the engine's scheduler gets one warning; other loops get none."""
 
     def train() -> None:
@@ -154,13 +163,13 @@ def with_argument(scale: torch.Tensor, model: nn.Module, batch: Batch) -> torch.
     ids=["closure", "global", "object", "partial"],
 )
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_a_parameter_that_only_the_loss_holds_is_warned_of(make: Callable[[], Any], is_frozen: bool) -> None:
+def test_a_parameter_that_only_the_loss_has_warns(make: Callable[[], Any], is_frozen: bool) -> None:
     """A trainable parameter that only the loss function holds causes a warning; a frozen one does not."""
     TEMPERATURE.requires_grad_(not is_frozen)
     model = perceptron()
     found = warned(lambda: ab.Engine(model, sgd, ab.mean_over_samples(make()), micro_batch_size=4).close())
     assert len(found) == (not is_frozen)
-    assert is_frozen or "never train" in found[0]
+    assert is_frozen or "are not trained" in found[0]
 
 
 def refused_capture() -> tuple[str, bool]:
@@ -173,7 +182,7 @@ def refused_capture() -> tuple[str, bool]:
     return str(caught.value), model.get_parameter("0.weight") is weight
 
 
-def test_a_captured_parameter_is_refused_where_it_is_replaced(two_ranks: Ranks) -> None:
+def test_a_captured_parameter_is_refused_under_fsdp(two_ranks: Ranks) -> None:
     """Under fsdp, a loss that has captured a model parameter raises an error before the model changes."""
     for message, is_kept in two_ranks.run(refused_capture):
         assert "'0.weight'" in message
@@ -197,53 +206,6 @@ def test_an_undeclared_loss_per_word_is_evaluated_as_it_is_trained(size: int | N
         partial = functools.partial(each_word)
         assert engine.evaluate([InMemory(batch)], partial) == pytest.approx({"each_word": expected}, rel=1e-12)
         assert set(engine.evaluate([InMemory(batch)], lambda net, part: each_word(net, part) * 2)) == {"metric"}
-
-
-class Experts(nn.Module):
-    """Two layers, of which each sample uses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.default_generator.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(5, 4).double() for _ in range(2))
-        self.idle = nn.Linear(2, 2).double()
-
-    def forward(self, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        """Return class scores."""
-        out = x.new_zeros(len(x), 4)
-        for one, layer in enumerate(self.layers):
-            if (number == one).any():
-                out = torch.where(number[:, None] == one, layer(x), out)
-        return out
-
-
-def warnings_about_masks(strategy: str, num_masked: int, chosen: int) -> list[str]:
-    """Run on every rank: return the warnings of two steps whose masked samples use the expert `chosen`."""
-    batch, model = vectors(8), Experts()
-    batch["y"][:num_masked] = -100
-    batch["expert"] = torch.where(torch.arange(8) < num_masked, chosen, 0)
-    loss = ab.mean_over(
-        lambda net, part: F.cross_entropy(net(part["x"], part["expert"]), part["y"]),
-        count=lambda part: (part["y"] != -100).sum(),
-    )
-
-    def train() -> None:
-        world = ab.World() if strategy == "single" else ab.World.from_environment()
-        with ab.Engine(
-            model, sgd, loss, micro_batch_size=2, strategy=strategy, check_loss=False, world=world
-        ) as engine:
-            for _ in range(2):
-                engine.step(InMemory(batch))
-
-    return warned(train)
-
-
-@pytest.mark.parametrize(("num_masked", "chosen", "warns"), [(2, 1, True), (2, 0, False), (1, 1, False)])
-def test_parameters_that_only_masked_micro_batches_reach(num_masked: int, chosen: int, warns: bool) -> None:
-    """Parameters that only fully masked micro-batches use are named in one warning; others are not named."""
-    found = warnings_about_masks("single", num_masked, chosen)
-    assert len(found) == warns
-    assert not warns or "use layers.1.weight, layers.1.bias." in found[0]
 
 
 class Waves(nn.Module):
@@ -271,3 +233,22 @@ def test_complex_parameters_with_a_late_count() -> None:
     optimizer.step()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert float((one - other).detach().abs().max()) <= TOLERANCE
+
+
+def test_an_error_in_the_loss_names_step_rank_and_samples() -> None:
+    """An error in the loss function keeps its type and gets notes with the step, rank and samples."""
+    calls = []
+
+    def loss(model: nn.Module, part: Batch) -> torch.Tensor:
+        calls.append(part)
+        if len(calls) == 6:
+            raise KeyError("label")  # noqa: EM101 (as a dict raises it)
+        return classify(model, part)
+
+    with sgd_engine(perceptron(), loss, check_loss=False, micro_batch_size=3) as engine:
+        engine.step(InMemory(vectors(10)))
+        with pytest.raises(KeyError) as caught:
+            engine.step(InMemory(vectors(10)))
+    notes = " ".join(caught.value.__notes__)
+    assert "samples 3 to 5 of the effective batch (micro-batch 1, counted from 0)" in notes
+    assert "in step 1 (counted from 0), on rank 0 of 1" in notes

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import anybatch as ab
-from anybatch.errors import BatchSizeError, CompositionError, DataError, ParameterError
+from anybatch.errors import AnyBatchError, BatchSizeError, CompositionError, DataError, ParameterError
 from anybatch.norms import Exact, Ghost, Policy, PolicyName
 from anybatch.testing import relative_error
 from tests.engine.cases import Batch, Split, arrive, vectors
@@ -25,7 +25,6 @@ SPLITS: Mapping[str, Split] = {
     "1": Split(micro_batch_size=1),
     "4": Split(micro_batch_size=4),
     "3 steps": Split(accumulation_steps=3),
-    "all": Split(),
     "5, fixed": Split(micro_batch_size=5, deal="fixed"),
     "2, uneven shares": Split(micro_batch_size=2, brought=lambda size: list(range(size, 0, -1))),
 }
@@ -35,13 +34,14 @@ EXACT: Mapping[str, Policy | PolicyName] = {
     "checkpoint": Exact(method="checkpoint"),
 }
 EXACT_RUNS = (
-    *(("layerwise", split, "auto") for split in SPLITS),
+    ("layerwise", "1", "auto"),
+    ("layerwise", "5, fixed", "auto"),
     ("layerwise", "4", "ddp"),
     ("layerwise, offloaded", "2, uneven shares", "auto"),
-    *(("checkpoint", split, "auto") for split in ("3 steps", "2, uneven shares")),
-    ("checkpoint", "4", "ddp"),
+    ("checkpoint", "2, uneven shares", "auto"),
+    ("checkpoint", "3 steps", "ddp"),
 )
-"""Runs as (policy, split, strategy): "layerwise" with every split, the others with a few."""
+"""Runs as (policy, split, strategy)."""
 Errors = dict[tuple[str, ...], "tuple[float, float] | str"]
 
 
@@ -74,7 +74,7 @@ def exact_errors() -> Errors:
     return errors
 
 
-def test_exact_is_the_unsplit_batch(ranks: Ranks) -> None:
+def test_exact_equals_the_unsplit_batch(ranks: Ranks) -> None:
     """With norms="exact", gradients and buffers equal one forward and backward over the batch, on 1, 2 and 3 ranks.
 
     Running means, variances and the batch counter are updated once.
@@ -85,7 +85,7 @@ def test_exact_is_the_unsplit_batch(ranks: Ranks) -> None:
         assert not wrong, "\n".join(f"{key}: {error}" for key, error in wrong.items())
 
 
-def test_keep_and_sync_are_not() -> None:
+def test_keep_and_sync_differ() -> None:
     """The counter-example: with statistics per micro-batch, the gradient is off by more than a tenth."""
     expected, _ = native(network(), images())
     for norms in ("keep", "sync"):
@@ -124,16 +124,15 @@ def ghosts(group_size: int) -> list[Any]:
     return [trained(images(), SPLITS[name], world, norms=Ghost(group_size)) for name in ("4", "3 steps", "5, fixed")]
 
 
-@pytest.mark.parametrize(("group_size", "sizes"), [(4, [4, 4, 5]), (2, [2, 2, 2, 2, 2, 3])])
-def test_ghost_groups_are_one_function(group_size: int, sizes: list[int], ranks: Ranks) -> None:
+def test_ghost_groups_are_one_function(ranks: Ranks) -> None:
     """Gradients follow the declared groups, and buffers are equal, for any micro-batch size and number of ranks.
 
-    In both cases the last of the 13 samples joins the group before it.
+    The last of the 13 samples joins the group before it.
     """
-    expected = grouped(sizes)
-    buffers = trained(images(), Split(), ab.World(), norms=Ghost(group_size))[1]
+    expected = grouped([4, 4, 5])
+    buffers = trained(images(), Split(), ab.World(), norms=Ghost(4))[1]
     assert relative_error(expected, native(network(), images())[0]) > 0.1
-    for found in ranks.run(ghosts, group_size):
+    for found in ranks.run(ghosts, 4):
         for gradients, own in found:
             assert relative_error(gradients, expected) <= TOLERANCE
             assert largest_difference(own, buffers) <= TOLERANCE
@@ -175,7 +174,7 @@ def keep_statistics() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
     return buffers, {"norm.running_mean": mean, "norm.running_var": variance}
 
 
-def test_running_statistics_are_those_of_the_effective_batch(ranks: Ranks) -> None:
+def test_running_statistics_match_the_effective_batch(ranks: Ranks) -> None:
     """With norms="keep", running statistics are updated once per effective batch and are equal on all ranks.
 
     The first layer's inputs do not depend on other layers, so its statistics equal the unsplit batch's.
@@ -187,38 +186,19 @@ def test_running_statistics_are_those_of_the_effective_batch(ranks: Ranks) -> No
         assert all(int(value) == 1 for name, value in buffers.items() if name.endswith("tracked"))
 
 
-def two_updates(
-    *, micro_batch_size: int | None, wrap: Callable[[nn.Module], Any] = lambda model: model
-) -> dict[str, torch.Tensor]:
-    """Return the buffers of a small model after two steps."""
-    model = several_norms()
-    with ab.Engine(
-        wrap(model),
-        torch.optim.SGD(model.parameters(), lr=0.0),
-        ab.mean_over_samples(on_vectors),
-        micro_batch_size=micro_batch_size,
-        norms="keep",
-    ) as engine:
-        for number in (13, 12):
-            engine.step(vectors(number))
-    return buffers_of(model)
-
-
 class SeveralNorms(nn.Module):
-    """Norm layers that do not feed each other: cumulative, called twice, untracked, and InstanceNorm."""
+    """Norm layers that do not feed each other: cumulative, called twice, and untracked."""
 
     def __init__(self) -> None:
         super().__init__()
         self.cumulative = nn.BatchNorm1d(5, momentum=None)
         self.twice = nn.BatchNorm1d(5, momentum=0.3)
         self.untracked = nn.BatchNorm1d(5, track_running_stats=False)
-        self.instance = nn.InstanceNorm1d(5, track_running_stats=True)
         self.out = nn.Linear(5, 4)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        rows = values[:, :, None] * torch.linspace(1.0, 2.0, 3, dtype=values.dtype)
         both = self.twice(values) + self.twice(3 * values + 1)
-        inside = self.cumulative(values) + both + self.untracked(values) + self.instance(rows).sum(2)
+        inside = self.cumulative(values) + both + self.untracked(values)
         logits: torch.Tensor = self.out(inside)
         return logits
 
@@ -234,13 +214,16 @@ def on_vectors(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
-@pytest.mark.parametrize("size", [5, 7, None])
+@pytest.mark.parametrize("size", [5, None])
 def test_all_kinds_of_layers_are_updated_as_unsplit(size: int | None) -> None:
-    """Cumulative means, layers called twice and InstanceNorm get the same statistics as from two unsplit forwards."""
-    model = several_norms()
-    for number in (13, 12):
-        on_vectors(model, vectors(number))
-    found = two_updates(micro_batch_size=size)
+    """Cumulative means and layers called twice get the same statistics as from two unsplit forwards."""
+    model, split = several_norms(), several_norms()
+    optimizer, loss = torch.optim.SGD(split.parameters(), lr=0.0), ab.mean_over_samples(on_vectors)
+    with ab.Engine(split, optimizer, loss, micro_batch_size=size, norms="keep") as engine:
+        for number in (13, 12):
+            on_vectors(model, vectors(number))
+            engine.step(vectors(number))
+    found = buffers_of(split)
 
     assert largest_difference(found, buffers_of(model)) <= TOLERANCE
     assert int(found["cumulative.num_batches_tracked"]) == 2
@@ -285,7 +268,7 @@ def masked_errors() -> tuple[float, float]:
     return relative_error(found, expected), largest_difference(own, buffers)
 
 
-def test_samples_that_count_nothing_are_normalised_all_the_same(one_rank: Ranks, two_ranks: Ranks) -> None:
+def test_uncounted_samples_are_normalised(one_rank: Ranks, two_ranks: Ranks) -> None:
     """Images without a label add no loss, but are part of the statistics."""
     for pool in (one_rank, two_ranks):
         for errors in pool.run(masked_errors):
@@ -346,15 +329,15 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "number", "size", "kind"),
+    ("model", "number", "size", "kind", "code"),
     [
-        (Wayward, 9, 3, CompositionError),
-        (Checkpointed, 9, 3, CompositionError),
-        (Wayward, 1, 1, BatchSizeError),
+        (Wayward, 9, 3, CompositionError, "different_layers"),
+        (Checkpointed, 9, 3, CompositionError, ""),
+        (Wayward, 1, 1, BatchSizeError, "single_value"),
     ],
 )
-def test_what_cannot_meet_is_refused(
-    model: Callable[[], nn.Module], number: int, size: int, kind: type[Exception]
+def test_statistics_that_cannot_be_merged_are_refused(
+    model: Callable[[], nn.Module], number: int, size: int, kind: type[AnyBatchError], code: str
 ) -> None:
     """Micro-batches that reach different layers, user checkpoints around a layer, and single values raise errors."""
     batch = vectors(number)
@@ -369,24 +352,9 @@ def test_what_cannot_meet_is_refused(
             norms="exact",
             check_loss=False,
         ) as engine,
-        pytest.raises(kind),
+        raises(kind, code),
     ):
         engine.step(batch)
-
-
-def test_a_mean_far_from_zero_costs_little() -> None:
-    """Merged statistics keep nine digits when the mean is a thousand standard deviations from zero."""
-    batch = vectors(13)
-    batch["x"] = batch["x"] + 1000.0
-
-    def built() -> nn.Module:
-        torch.manual_seed(5)
-        return nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 4)).double()
-
-    expected, _ = native(built(), batch, on_vectors)
-    loss = ab.mean_over_samples(on_vectors)
-    found, _ = trained(batch, Split(micro_batch_size=3), ab.World(), built(), norms="exact", loss=loss)
-    assert relative_error(found, expected) <= 1e-9
 
 
 def test_checkpointed_blocks_can_be_named() -> None:

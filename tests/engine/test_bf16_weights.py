@@ -38,7 +38,7 @@ def neighbours(bits: int) -> tuple[int, int]:
 
 
 @sees(
-    "the half is added before bits are cut",
+    "half a unit is added before the bits are truncated",
     "src/anybatch/engine/bf16_weights.py",
     "up = drawn.add_(",
     "up = drawn.add_(1).add_(",
@@ -67,7 +67,7 @@ def test_stochastic_rounding_is_unbiased(bits: int) -> None:
 )
 @settings(deadline=None)
 @given(st.lists(NUMBERS, min_size=1, max_size=50))
-def test_a_number_is_its_two_halves(bits: list[int]) -> None:
+def test_two_halves_restore_a_number(bits: list[int]) -> None:
     """Both halves restore the float32 number bit for bit; the upper half is the nearest bf16 number."""
     values = of_bits(bits)
     upper, missing = split(values)
@@ -144,12 +144,12 @@ def by_hand(num_steps: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 28])
 @sees(
-    "a rest is kept for the next step only",
+    "the lower bits are kept for the next step only",
     "src/anybatch/engine/bf16_weights.py",
     "bits.copy_(missing)",
     "pass",
 )
-def test_split_weights_are_float32_weights(monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+def test_split_weights_equal_float32_weights(monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
     """Thirty steps with split weights equal float32 master weights, bit for bit in the upper halves."""
     monkeypatch.setattr(bf16_weights, "PIECE_BYTES", piece_bytes)
     with engine_of("split") as engine:
@@ -162,12 +162,12 @@ def test_split_weights_are_float32_weights(monkeypatch: pytest.MonkeyPatch, piec
 
 @pytest.mark.parametrize("way", WAYS)
 @sees(
-    "rounds otherwise after a resume",
+    "rounds differently after a resume",
     "src/anybatch/engine/bf16_weights.py",
     "rounding_seed(self._seed, step, number)",
     "rounding_seed(self._seed, 0, id(optimizer) % 99991)",
 )
-def test_a_resumed_run_goes_on_bit_for_bit(way: Bf16Weights, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bitwise_equal(way: Bf16Weights, tmp_path: Path) -> None:
     """A run resumed after five of ten steps equals the uninterrupted run, bit for bit."""
     with engine_of(way, seed=7) as engine:
         whole = trained(engine, 0, 10)
@@ -196,7 +196,7 @@ def on_ranks(way: Bf16Weights) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ranks_round_alike(way: Bf16Weights, two_ranks: Ranks) -> None:
+def test_ranks_round_equally(way: Bf16Weights, two_ranks: Ranks) -> None:
     """Replicas are equal bit for bit, and equal to one rank up to the rounding of the sum."""
     first, second = two_ranks.run(on_ranks, way)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
@@ -207,29 +207,22 @@ def test_ranks_round_alike(way: Bf16Weights, two_ranks: Ranks) -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "the optimizer is an instance": {"optimizer": lambda network: torch.optim.SGD(network.parameters(), lr=0.1)},
+    "the optimizer was created": {"optimizer": lambda network: torch.optim.SGD(network.parameters(), lr=0.1)},
     "which this strategy shards or copies": {"strategy": "zero1"},
-    "its scaler may skip an update": {"precision": "fp16"},
+    "the scaler may skip a call of": {"precision": "fp16"},
     "no trainable parameter is in bf16": {"to": torch.float32},
     "is in fp16": {"to": torch.float16},
-    "must be 'copied', 'split' or 'stochastic'": {"way": "kahan"},
+    "must be one of 'copied', 'split', 'stochastic'": {"bf16_weights": "kahan"},
 }
 """Parts of error messages, and the arguments that raise them."""
 
 
-def refusal_of(name: str) -> str:
-    """Run on every rank: return the error message for a combination."""
-    change = REFUSED[name]
-    network = model().to(change.get("to", torch.bfloat16))
-    with pytest.raises((CompositionError, UserError)) as raised:
-        ab.Engine(
-            network,
-            change["optimizer"](network) if "optimizer" in change else adamw,
-            ab.mean_over_samples(squares),
-            micro_batch_size=2,
-            bf16_weights=change.get("way", "split"),
-            precision=change.get("precision", "fp32"),
-            strategy=change.get("strategy", "auto"),
-            world=ab.World.from_environment(),
-        )
-    return str(raised.value)
+@pytest.mark.parametrize("words", REFUSED)
+def test_combinations_are_refused(words: str) -> None:
+    """Combinations without a float32 update of bf16 weights raise an error that gives the reason."""
+    options = {"bf16_weights": "split", **REFUSED[words]}
+    network = model().to(options.pop("to", torch.bfloat16))
+    optimizer = options.pop("optimizer", lambda _: adamw)(network)
+    with pytest.raises((CompositionError, UserError)) as caught:
+        ab.Engine(network, optimizer, ab.mean_over_samples(squares), micro_batch_size=2, **options)
+    assert words in str(caught.value)

@@ -5,7 +5,6 @@
 
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -13,16 +12,10 @@ from torch._dynamo import config as dynamo_config
 
 import anybatch as ab
 from anybatch.core.compatibility import Feature, Verdict, cell, pairs
-from anybatch.errors import UserError
-from anybatch.parallel.single import Single
-from anybatch.parallel.strategy import Capabilities
 from tests.engine.combined_runs import Pair, combined_runs
 from tests.engine.compatibility_cases import (
     Features,
     Found,
-    Keeping,
-    build,
-    complete,
     run,
     runs_of,
 )
@@ -129,21 +122,3 @@ def test_refused(pair: Pair, outcomes: Outcomes) -> None:
         assert cell(*pair).reason in found.refusal
         assert cell(*pair).remedy in found.refusal
         assert not found.changed
-
-
-class Mine(Single):
-    """One rank, with another name and other capabilities."""
-
-    def __init__(self, capabilities: Capabilities) -> None:
-        super().__init__()
-        self.capabilities = capabilities
-
-
-@pytest.mark.parametrize(("name", "value"), [("deal", "even"), ("rng", "per_rank")])
-def test_unknown_values_are_refused(name: str, value: str) -> None:
-    """An unknown value of an option raises an error."""
-    network, objective = build(complete(()))
-    given: dict[str, Any] = {name: value}
-
-    with pytest.raises(UserError):
-        ab.Engine(network, Keeping(network.parameters()), objective.declared(), **given)

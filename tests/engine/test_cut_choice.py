@@ -54,7 +54,7 @@ def batches_of(**settings: Any) -> Any:
 @pytest.mark.usefixtures("_timed")
 @pytest.mark.parametrize(("layout", "num_workers"), [("packed", 0), ("padded", 1)])
 @pytest.mark.slow
-def test_the_faster_layout_is_taken(layout: str, num_workers: int) -> None:
+def test_the_faster_layout_is_used(layout: str, num_workers: int) -> None:
     """Every batch uses the faster layout, the choice is reported, and the gradient equals the unsplit batch's."""
     device, model = SimulatedDevice(FASTER[layout]), Language()
     with engine_on(device, model) as engine:
@@ -72,7 +72,7 @@ def test_the_faster_layout_is_taken(layout: str, num_workers: int) -> None:
 
 @pytest.mark.usefixtures("_timed")
 @pytest.mark.parametrize("collate", [Padded(), Packed(), PaddedOrPacked()], ids=["padded", "packed", "either"])
-def test_batches_are_cut_smaller_where_a_step_is_faster_then(collate: Any, tmp_path: Any) -> None:
+def test_smaller_cuts_are_used_if_faster(collate: Any, tmp_path: Any) -> None:
     """If micro-batches of more than 50 tokens take twice as long, a budget of 80 tokens is cut at 40, in any layout.
 
     The cap is reported and saved, and the gradient equals the unsplit batch's.
@@ -95,7 +95,7 @@ def test_batches_are_cut_smaller_where_a_step_is_faster_then(collate: Any, tmp_p
 
 
 @pytest.mark.usefixtures("_timed")
-def test_a_stream_is_laid_out_as_is_faster() -> None:
+def test_a_stream_uses_the_faster_layout() -> None:
     """Samples of a stream, which are read before the cut, are collated in the faster layout."""
 
     class Stream(torch.utils.data.IterableDataset[Any]):
@@ -111,7 +111,7 @@ def test_a_stream_is_laid_out_as_is_faster() -> None:
             assert device.newest == "packed"
 
 
-def test_all_ranks_take_the_layout_of_the_first(two_ranks: Ranks) -> None:
+def test_all_ranks_use_the_layout_of_the_first(two_ranks: Ranks) -> None:
     """If clocks differ between ranks, all ranks use the layout of rank 0, and the gradient is right."""
     for layout, factor in FASTER.items():
         for error, taken in two_ranks.run(either_on_ranks, factor, 1 / factor):
@@ -120,20 +120,17 @@ def test_all_ranks_take_the_layout_of_the_first(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.usefixtures("_timed")
-@pytest.mark.parametrize("layout", FASTER)
-def test_a_layout_is_kept_in_checkpoints(tmp_path: Any, layout: str) -> None:
+def test_a_layout_is_kept_in_checkpoints(tmp_path: Any) -> None:
     """A resumed run keeps its layout, even if the clock has changed; with another budget it measures again."""
-    other = "padded" if layout == "packed" else "packed"
-    with engine_on(SimulatedDevice(FASTER[layout])) as engine:
+    with engine_on(SimulatedDevice(FASTER["packed"])) as engine:
         engine.step(next(iter(batches_of())))
         engine.save(tmp_path / "saved")
-    for tokens, taken in ((40, layout), (60, other)):
-        device = SimulatedDevice(FASTER[other])
+    for tokens, layout, words in ((40, "packed", "packed, as in the checkpoint"), (60, "padded", "padded, measured: ")):
+        device = SimulatedDevice(FASTER["padded"])
         with engine_on(device, tokens=tokens) as engine:
             engine.load(tmp_path / "saved")
             engine.step(next(iter(batches_of())))
-            assert device.newest == taken
-            words = f"{taken}, as in the checkpoint" if taken == layout else f"{taken}, measured: "
+            assert device.newest == layout
             assert engine.decisions["layout"].startswith(words)
 
 
@@ -160,7 +157,7 @@ class OnlyPadded(Language):
 
 @pytest.mark.usefixtures("_timed")
 @pytest.mark.parametrize(("model", "reason"), [(Leaking, "mixes packed samples"), (OnlyPadded, "TypeError: no mask")])
-def test_a_model_that_cannot_be_packed_for_is_padded_for(model: Callable[[], Language], reason: str) -> None:
+def test_models_that_reject_packed_samples_get_padded_ones(model: Callable[[], Language], reason: str) -> None:
     """A model that cannot take packed samples gets padded ones, even if they are slower; the reason is reported."""
     device = SimulatedDevice(0.01)
     with engine_on(device, model()) as engine:
@@ -174,7 +171,7 @@ def test_a_model_that_cannot_be_packed_for_is_padded_for(model: Callable[[], Lan
 
 
 @pytest.mark.usefixtures("_timed")
-def test_a_mean_over_samples_is_padded_for() -> None:
+def test_a_mean_over_samples_uses_padding() -> None:
     """A mean over samples runs on padded batches, because a packed micro-batch has a single row."""
 
     def per_sample(model: Any, batch: Any) -> Any:
@@ -197,7 +194,6 @@ def test_a_mean_over_samples_is_padded_for() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"padded": Padded(shapes=((4, 8),))},
         {"padded": Padded(longest=4)},
         {"packed": Packed(shift=False)},
     ],

@@ -28,7 +28,7 @@ def stepped(*, frozen: bool = False, **options: Any) -> None:
             engine.step(vectors(12))
 
 
-def test_the_default_is_said_once() -> None:
+def test_the_default_warns_once() -> None:
     """The default policy causes one warning that names the alternatives; a second one would be an error here."""
     with warns("batch_norm_by_micro_batch"):
         stepped()
@@ -45,6 +45,6 @@ def test_the_default_is_said_once() -> None:
         {"micro_batch_size": 12},
     ],
 )
-def test_nothing_is_said_where_it_was_chosen_or_makes_no_difference(options: dict[str, Any]) -> None:
+def test_no_warning_if_chosen_or_without_effect(options: dict[str, Any]) -> None:
     """A chosen policy, a frozen layer and an uncut batch cause no warning."""
     stepped(**options)

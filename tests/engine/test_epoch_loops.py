@@ -108,7 +108,7 @@ def in_one_loop(make: Callable[[], Any], num_epochs: int = 3, **more: Any) -> tu
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("anew", [True, False])
-def test_a_loop_over_epochs_is_one_run(source: str, num_workers: int, anew: bool) -> None:
+def test_a_loop_over_epochs_equals_one_run(source: str, num_workers: int, anew: bool) -> None:
     """Making or iterating batches again in every epoch equals one loop over all epochs, bit for bit."""
     if source == "stream" and num_workers:
         num_workers = 1  # a stream has one reader
@@ -146,28 +146,24 @@ def test_a_plain_loop_resumes_in_the_middle_of_an_epoch(source: str, epochs: int
     assert torch.equal(found, expected[1])
 
 
-@pytest.mark.parametrize("length", [{}, {"epochs": 2}, {"steps": 5}])
-def test_data_sets_in_turn_lose_nothing(length: dict[str, int]) -> None:
-    """Alternating between two data sets, by epochs or by steps, uses every sample once per epoch."""
-    num_epochs = length.get("epochs", 1)
-    seen: dict[int, list[int]] = {NUM_SAMPLES: [], 8: []}
-    data = {number: Augmented(number) for number in seen}
-    with make_engine() as engine:
-        for _ in range(2):
-            for number in seen:
-                now = [i for _, own, _ in step(engine, batches(data[number], **length)) for i in own]
-                seen[number] += now
-                if "steps" not in length:
-                    assert sorted(now) == sorted(list(range(number)) * num_epochs)
-    for number, ids in seen.items():
-        for start in range(0, len(ids) - number + 1, number):
-            assert sorted(ids[start : start + number]) == list(range(number))
-
-
-def test_batches_taken_ahead_are_told() -> None:
+def test_a_list_of_batches_warns() -> None:
     """A list of batches cannot follow the engine's position: stepping it warns that an epoch repeats."""
     data = Augmented()
     with make_engine() as engine:
         step(engine, batches(data))
         with warns("data_repeats"):
             step(engine, list(batches(data)))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_loading_a_batch_changes_nothing(num_workers: int) -> None:
+    """`load` returns all collated samples of an effective batch and does not change the step."""
+    ends = []
+    for looks in (True, False):
+        with make_engine() as engine:
+            for batch in batches(Augmented(), num_workers=num_workers):
+                if looks:
+                    assert (batch.load()[:, 0] * 10).round().long().tolist() == list(batch.sample_ids)
+                engine.step(batch)
+            ends.append(weights(engine))
+    assert torch.equal(*ends)

@@ -142,7 +142,7 @@ def evaluated(strategy: str) -> dict[tuple[str, int | None, bool], dict[str, flo
 
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
-def test_metrics_are_the_plain_ones(strategy: str, ranks: Ranks) -> None:
+def test_metrics_match_the_plain_ones(strategy: str, ranks: Ranks) -> None:
     """On every rank, each metric equals one forward over all samples, for any micro-batch size and number of ranks."""
     expected = {name: plain(name) for name in METRICS}
     for found in ranks.run(evaluated, strategy):
@@ -156,7 +156,7 @@ def make_engine(model: nn.Module, **options: Any) -> ab.Engine:
     return sgd_engine(model, micro_batch_size=2, world=ab.World(), **options)
 
 
-def test_every_module_gets_its_own_mode_back() -> None:
+def test_module_modes_are_restored() -> None:
     """Evaluation restores the train or eval mode of each module, also after an error."""
     model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 4)).double()
     model.get_submodule("1").eval()
@@ -178,7 +178,7 @@ def test_every_module_gets_its_own_mode_back() -> None:
 
 
 @sees(
-    "a moving average moves the wrong way round",
+    "the decay of a moving average is inverted",
     "src/anybatch/engine/schedule.py",
     "1.0 - self.decay)",
     "self.decay / 3)",
@@ -193,7 +193,7 @@ def test_every_module_gets_its_own_mode_back() -> None:
             pass
 """,
 )
-def test_averaged_weights_are_there_only_meanwhile() -> None:
+def test_averaged_weights_are_temporary() -> None:
     """evaluate(averaged=True) uses the moving average of the weights and then restores the model's weights."""
     torch.manual_seed(3)
     model = nn.Linear(5, 4).double()
@@ -240,7 +240,7 @@ def over_whole_sets(strategy: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
-def test_metrics_over_the_whole_set_are_the_plain_ones(strategy: str, ranks: Ranks) -> None:
+def test_metrics_over_the_whole_set_match_the_plain_ones(strategy: str, ranks: Ranks) -> None:
     """Metrics over the whole set get all rows in the order of the data, for any cut and number of ranks."""
     torch.manual_seed(0)
     model = nn.Linear(5, 4).double()
@@ -263,7 +263,7 @@ class Area:
         return 1.0
 
 
-def test_metrics_that_do_not_know_the_model_or_return_no_rows_are_refused() -> None:
+def test_metrics_without_the_model_or_rows_are_refused() -> None:
     """Metric objects, and functions that return one number instead of rows, raise an error with the fix."""
     with make_engine(nn.Linear(5, 4).double()) as engine:
         with raises(UserError, "metric_object"):

@@ -68,13 +68,13 @@ def errors(ranks: Ranks, request: pytest.FixtureRequest) -> list[Errors]:
     "factors_of(loss, counts[number], [len(running) * count for count in counts[number]], unit.weight, sums)",
     cases=["1-rank-ragged", "1-rank-masked tokens"],
     also=[
-        "tests/engine/test_steps.py::test_a_run_is_the_plain_run[1-rank]",
+        "tests/engine/test_steps.py::test_a_run_equals_the_plain_run[1-rank]",
         "tests/examples/test_ladder_against_engine.py::test_spirals[3-arguments2]",
         "tests/examples/test_ladder_against_engine.py::test_token_mean",
     ],
 )
 @sees(
-    "a term without items takes part: NaN x 0",
+    "a term without items is added: NaN x 0",
     "src/anybatch/core/loss.py",
     """
         for name, factor in zip(loss.names, factors, strict=True)
@@ -100,14 +100,14 @@ def errors(ranks: Ranks, request: pytest.FixtureRequest) -> list[Errors]:
     cases=["1-rank-a sum"],
 )
 @sees(
-    "a count that came late is not divided by",
-    "src/anybatch/engine/accumulate.py",
+    "a count from the forward is not divided by",
+    "src/anybatch/engine/step.py",
     "torch.reciprocal(count, out=self._factor).mul_(self._guess)",
     "self._factor.fill_(1.0)",
     cases=["1-rank-loss sum, undeclared", "1-rank-one loss per target, undeclared"],
 )
 @sees(
-    "counts of the other ranks are left out",
+    "counts of the other ranks are ignored",
     "src/anybatch/engine/micro_batches.py",
     "divisors = tuple(sum(column) for column in zip(*rows, strict=True))[:-2]",
     "divisors = tuple(number or 1.0 for number in own)",
@@ -128,7 +128,7 @@ def errors(ranks: Ranks, request: pytest.FixtureRequest) -> list[Errors]:
     cases=["2-ranks-ragged"],
 )
 @sees(
-    "a rank that ran nothing does not join DDP's reduction",
+    "a rank without micro-batches does not join DDP's reduction",
     "src/anybatch/parallel/ddp.py",
     """
         if not self._reduced:
@@ -138,7 +138,7 @@ def errors(ranks: Ranks, request: pytest.FixtureRequest) -> list[Errors]:
     cases=["2-ranks-last ranks without targets"],
 )
 @pytest.mark.parametrize("case", CASES)
-def test_gradient_is_that_of_the_unsplit_batch(case: str, errors: list[Errors]) -> None:
+def test_gradient_equals_the_unsplit_batch(case: str, errors: list[Errors]) -> None:
     """On every rank, for every cut and strategy, the gradient equals one backward over the whole batch.
 
     Gradients of unused parameters stay None.
@@ -153,7 +153,7 @@ def test_gradient_is_that_of_the_unsplit_batch(case: str, errors: list[Errors]) 
 @pytest.mark.parametrize(
     "case", ["ragged", "masked tokens", "class weights", "two terms", "micro-batches whose mean is NaN"]
 )
-def test_plain_loop_is_wrong_elsewhere(case: str, two_ranks: Ranks) -> None:
+def test_plain_loop_is_wrong_on_uneven_work(case: str, two_ranks: Ranks) -> None:
     """The counter-example: on uneven work, dividing by the number of micro-batches is off by far more than rounding."""
     found = two_ranks.run(naive_errors, [case], [3])[0][case]
     assert not found[0] < 1e-3  # also true of NaN

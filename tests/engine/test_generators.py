@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.core.randomness import unit_seed
+from anybatch.core.randomness import micro_batch_seed
 from anybatch.errors import AnyBatchWarning
 from anybatch.testing import relative_error
 from tests.engine.cases import STRATEGIES, Batch, Gradients, InMemory, classify, cut, sgd_engine, vectors
@@ -36,7 +36,7 @@ def keyed_by_hand(step: int) -> Gradients:
     """Return the gradient of a loop that seeds torch with each micro-batch's key."""
     model, batch = dropping(), vectors(29)
     for start in range(0, 29, SIZE):
-        torch.manual_seed(unit_seed(SEED, step, start))
+        torch.manual_seed(micro_batch_seed(SEED, step, start))
         piece = cut(batch, start, start + SIZE)
         (classify(model, piece) * (len(piece["x"]) / 29)).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -64,8 +64,8 @@ def keyed_by_engine(strategy: str) -> tuple[Gradients, Gradients, bool]:
 @sees(
     "the key of a micro-batch lacks the step",
     "src/anybatch/engine/micro_batches.py",
-    "unit_seed(planned.seed, step, ",
-    "unit_seed(planned.seed, 0, ",
+    "micro_batch_seed(planned.seed, step, ",
+    "micro_batch_seed(planned.seed, 0, ",
     cases=["all_reduce"],
 )
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
@@ -86,12 +86,12 @@ def test_dropout_does_not_depend_on_the_number_of_ranks(
 
 
 @sees(
-    "the key of a micro-batch has its place in the rank share",
+    "the key of a micro-batch depends on its position in the rank share",
     "src/anybatch/engine/micro_batches.py",
     "planned.sample_ids[item.unit.start])",
     "planned.units.index(item.unit))",
 )
-def test_the_engines_seed_comes_before_the_datas() -> None:
+def test_the_engines_seed_overrides_the_datas() -> None:
     """`seed=` replaces the data's seed in the random keys."""
     batch = InMemory(vectors(29), seed=SEED)
     with make_engine(dropping(), ab.World(), seed=SEED + 1) as engine:
@@ -103,7 +103,7 @@ def test_the_engines_seed_comes_before_the_datas() -> None:
     assert relative_error(other, keyed_by_hand(0)) > 0.1
 
 
-def test_without_keys_random_numbers_run_on() -> None:
+def test_without_keys_random_numbers_continue() -> None:
     """With rng=None, random numbers come from the caller's generator, bit for bit as in a plain loop."""
     by_hand, batch = dropping(), vectors(29)
     torch.manual_seed(13)
@@ -124,30 +124,21 @@ def test_without_keys_random_numbers_run_on() -> None:
         assert torch.equal(gradient, parameter.grad)
 
 
-DRAWS: dict[str, Callable[[], object]] = {
-    "random": random.random,
-    "numpy.random": np.random.rand,
-    "torch": lambda: torch.rand(1),
-    "nothing": lambda: None,
-}
-
-
 @pytest.mark.parametrize(
-    ("name", "rng"),
-    # Under "per_sample", torch draws without a key raise an error.
+    ("name", "draw", "rng"),
     [
-        (name, rng)
-        for name in DRAWS
-        for rng in ("micro_batch", "per_sample", None)
-        if (name, rng) != ("torch", "per_sample")
+        ("random", random.random, "micro_batch"),
+        ("numpy.random", np.random.rand, "per_sample"),
+        ("random", random.random, None),
+        ("torch", lambda: torch.rand(1), "micro_batch"),
     ],
 )
-def test_draws_that_are_not_keyed_are_said_once(name: str, rng: Any) -> None:
+def test_unkeyed_draws_warn_once(name: str, draw: Callable[[], object], rng: Any) -> None:
     """A loss that draws from Python's or NumPy's generator causes one warning, unless rng=None."""
     model = nn.Linear(5, 4).double()
 
     def drawing(model: nn.Module, batch: Batch) -> torch.Tensor:
-        DRAWS[name]()
+        draw()
         return classify(model, batch)
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -157,6 +148,6 @@ def test_draws_that_are_not_keyed_are_said_once(name: str, rng: Any) -> None:
             for _ in range(3):
                 engine.step(InMemory(vectors(7)))
     said = [str(one.message) for one in caught if one.category is AnyBatchWarning]
-    keyless = name in ("random", "numpy.random") and rng is not None
+    keyless = name != "torch" and rng is not None
     assert len(said) == keyless, said
-    assert not keyless or f"draws from {name}, which the engine does not key" in said[0]
+    assert not keyless or f"draws from {name}, which the engine does not seed" in said[0]

@@ -10,16 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
-from torch.nn import functional as F
 
 import anybatch as ab
 from anybatch.engine.micro_batches import RankShare
 from anybatch.errors import AnyBatchError, LossError
-from anybatch.parallel.local_parts import local_part
-from tests.engine.cases import CLASS_WEIGHTS, NUM_WORDS, Batch, cut, sentences, share_bounds, vectors
+from anybatch.parallel.dtensors import local_part
+from tests.engine.cases import Batch, cut, sentences, share_bounds, vectors
 from tests.engine.loss_declarations import (
     HOLDS,
     RIGHT,
@@ -27,30 +24,24 @@ from tests.engine.loss_declarations import (
     Classifier,
     Declared,
     Diagnoses,
-    Tagger,
     batch_of,
     engine_for,
     from_inside_of_vectors,
     of_samples,
     samples,
-    with_noise,
 )
 from tests.raising import warns
 from tests.ranks_fixture import Ranks
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
-
-@pytest.mark.parametrize(
-    ("name", "dtype"), [*((n, "float64") for n in WRONG), *((n, "float32") for n in list(WRONG)[::3])]
-)
-def test_wrong_declarations_are_caught(name: str, dtype: str) -> None:
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_declarations_are_caught(name: str) -> None:
     """The error names the cause and the likely right declaration, and nothing has changed."""
     case = WRONG[name]
-    with engine_for(case, DTYPES[dtype]) as engine:
+    with engine_for(case) as engine:
         before = {key: value.clone() for key, value in engine._parts.modules.state_dict().items()}  # noqa: SLF001
         with pytest.raises(LossError) as caught:
-            engine.step(batch_of(case, DTYPES[dtype]))
+            engine.step(batch_of(case))
         after = engine._parts.modules.state_dict()  # noqa: SLF001
     cause, remedy = case.words
 
@@ -61,31 +52,16 @@ def test_wrong_declarations_are_caught(name: str, dtype: str) -> None:
     assert engine.num_steps == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [*((n, "float64") for n in RIGHT), *((n, "float32") for n in list(RIGHT)[::3])]
-)
-def test_right_declarations_are_silent(name: str, dtype: str) -> None:
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_declarations_are_silent(name: str) -> None:
     """A right declaration passes the check on the first batch, with dropout and BatchNorm in the model."""
     case, heard = RIGHT[name], Diagnoses()
-    with engine_for(case, DTYPES[dtype], observer=heard) as engine:
-        engine.step(batch_of(case, DTYPES[dtype]))
+    with engine_for(case, observer=heard) as engine:
+        engine.step(batch_of(case))
 
     is_taken = name == "one number, undeclared"
     assert heard.codes == ["loss_taken_as_mean_over_samples"] * is_taken
     assert ("it is one" if is_taken else HOLDS) in engine.decisions["loss"]
-
-
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [("tokens as samples", "bf16"), ("a sum as a mean", "fp32"), ("contrastive as samples", "bf16")],
-)
-def test_wrong_declarations_are_caught_in_low_precision(name: str, precision: Any) -> None:
-    """Wrong declarations are also found under autocast and with bf16 parameters."""
-    dtype = torch.float32 if precision == "bf16" else torch.bfloat16
-    with engine_for(WRONG[name], dtype, precision=precision) as engine, pytest.raises(LossError) as caught:
-        engine.step(batch_of(WRONG[name], dtype))
-
-    assert caught.value.cause == WRONG[name].words[0]
 
 
 def said_on_ranks(name: str, strategy: str, idle: bool) -> tuple[str, str]:
@@ -104,16 +80,13 @@ def said_on_ranks(name: str, strategy: str, idle: bool) -> tuple[str, str]:
     return "", engine.decisions["loss"]
 
 
-WRONG_ON_RANKS = ("tokens as samples", "contrastive as samples", "a sum as a mean", "weights forgotten, inside")
-
-
 @pytest.mark.parametrize(
     ("name", "strategy", "idle"),
     [
-        (name, strategy, (row + column) % 2 == 0)
-        for row, name in enumerate(WRONG_ON_RANKS)
-        for column, strategy in enumerate(("all_reduce", "ddp", "zero1", "fsdp"))
-        if row in (column, column ^ 1)
+        ("tokens as samples", "all_reduce", True),
+        ("contrastive as samples", "ddp", False),
+        ("a sum as a mean", "zero1", True),
+        ("weights forgotten, inside", "fsdp", False),
     ],
 )
 def test_ranks_agree(name: str, strategy: str, idle: bool, two_ranks: Ranks) -> None:
@@ -143,7 +116,7 @@ def steps_on_ranks(strategy: str) -> tuple[str, list[torch.Tensor], str, list[to
 
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp", "zero1", "fsdp"])
-def test_strategies_do_not_notice(strategy: str, two_ranks: Ranks) -> None:
+def test_the_check_changes_no_state_on_ranks(strategy: str, two_ranks: Ranks) -> None:
     """On two ranks, a run ends in bitwise equal states with and without the check."""
     for said, checked, _, unchecked in two_ranks.run(steps_on_ranks, strategy):
         assert HOLDS in said
@@ -158,7 +131,7 @@ def unmasked(number: int) -> Batch:
     return {**(batch := sentences(number)), "labels": batch["words"].clone()}
 
 
-def test_what_the_first_batch_does_not_show_is_found_in_step_four() -> None:
+def test_a_wrong_declaration_is_found_in_step_four() -> None:
     """A token mean declared over samples passes while all samples have equally many targets; step four finds it."""
     case, heard = WRONG["tokens as samples"], Diagnoses()
     with engine_for(case, observer=heard) as engine:
@@ -173,20 +146,6 @@ def test_what_the_first_batch_does_not_show_is_found_in_step_four() -> None:
     assert engine.num_steps == 3
 
 
-def test_a_loss_that_draws_is_checked_on_the_same_numbers() -> None:
-    """Noise and dropout in the loss do not disturb the check: a sample gets the same numbers in any piece."""
-
-    def diffused(model: nn.Module, batch: Batch) -> torch.Tensor:
-        times = torch.rand(len(batch["x"]), 1, dtype=batch["x"].dtype)
-        found: torch.Tensor = model(batch["x"]) * times + torch.randn_like(batch["x"])[:, :4]
-        return found.square().mean()
-
-    for loss in (with_noise, diffused):
-        with engine_for(Declared(Classifier, samples, lambda loss=loss: ab.mean_over_samples(loss))) as engine:  # type: ignore[misc]
-            engine.step(vectors(23))
-        assert HOLDS in engine.decisions["loss"]
-
-
 def test_one_sample_at_a_time_is_judged_from_four() -> None:
     """With micro-batches of one, the check combines several; a batch of a single sample is not checked."""
     case = WRONG["tokens as samples"]
@@ -197,7 +156,7 @@ def test_one_sample_at_a_time_is_judged_from_four() -> None:
     assert "only one sample" in engine.decisions["loss"]
 
 
-def test_running_out_of_memory_is_no_error() -> None:
+def test_running_out_of_memory_warns() -> None:
     """A check that runs out of memory causes a warning, and the step still runs."""
 
     class Full(Classifier):
@@ -213,7 +172,21 @@ def test_running_out_of_memory_is_no_error() -> None:
     assert "ran out of memory" in engine.decisions["loss"]
 
 
-def test_it_looks_at_four_steps_and_costs_nothing_in_others() -> None:
+def test_running_out_of_memory_in_the_diagnosis_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An out-of-memory error outside of the compared runs is reported as such, without torch's long message."""
+
+    def judge(*_: object, **__: object) -> None:
+        message = "CUDA out of memory. Tried to allocate 2.00 GiB"
+        raise torch.OutOfMemoryError(message)
+
+    monkeypatch.setattr("anybatch.engine.loss_check.check.judge", judge)
+    case = Declared(Classifier, lambda: vectors(23), RIGHT["samples"].loss)
+    with engine_for(case) as engine, warns("loss_not_checked"):
+        engine.step(vectors(23))
+    assert "it ran out of memory" in engine.decisions["loss"]
+
+
+def test_only_four_steps_are_checked() -> None:
     """The check runs in steps 1, 4, 8 and 16; in other steps the model is called once per micro-batch."""
     called: list[int] = []
 
@@ -231,7 +204,7 @@ def test_it_looks_at_four_steps_and_costs_nothing_in_others() -> None:
     assert min(calls) == 3
 
 
-def test_the_check_can_be_left_out() -> None:
+def test_the_check_can_be_disabled() -> None:
     """check_loss=False accepts a wrong declaration."""
     with engine_for(WRONG["tokens as samples"], check_loss=False) as engine:
         engine.step(sentences())
@@ -241,7 +214,7 @@ def test_the_check_can_be_left_out() -> None:
 # Functions that are not declared
 
 
-def test_an_undeclared_mean_over_samples_is_one() -> None:
+def test_an_undeclared_mean_trains_like_a_declared_one() -> None:
     """A bare function that returns one number trains as if it had been declared a mean over samples."""
     found = []
     for case in (RIGHT["one number, undeclared"], RIGHT["samples"]):
@@ -257,7 +230,7 @@ def test_an_undeclared_mean_over_samples_is_one() -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
-def test_a_resumed_run_remembers_what_its_loss_is(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_verdict(tmp_path: Path) -> None:
     """A result from before a checkpoint stays valid after it, even if the next batch alone could not decide."""
     case = RIGHT["one number, undeclared"]
     with engine_for(case) as engine:
@@ -296,7 +269,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["holds", "broken", "fails", "interrupted"])
-def test_nothing_is_touched(kind: str) -> None:
+def test_the_check_changes_no_state(kind: str) -> None:
     """The check leaves parameters, buffers, modes, hooks, gradients and random state unchanged, even after errors."""
     seen: list[list[Any]] = []
     hooked: list[str] = []
@@ -334,50 +307,3 @@ def test_nothing_is_touched(kind: str) -> None:
     assert len(seen) == 2
     for before, after in zip(*seen, strict=True):
         assert same(before, after)
-
-
-# Random cases
-
-
-def weighted(model: nn.Module, batch: Batch, weights: torch.Tensor) -> torch.Tensor:
-    """Return a cross-entropy with these class weights."""
-    return F.cross_entropy(model(batch["x"]), batch["y"], weight=weights)
-
-
-def random_right(data: st.DataObject) -> tuple[Declared, Batch]:
-    """Return a random right declaration and a random batch."""
-    number = data.draw(st.integers(2, 24), "samples")
-    seed = data.draw(st.integers(0, 10**6), "seed")
-    generator = torch.Generator().manual_seed(seed)
-    kind = data.draw(st.sampled_from(["tokens", "weights", "samples", "terms"]), "kind")
-    if kind in ("tokens", "terms"):
-        width = data.draw(st.integers(2, 9), "width")
-        words = torch.randint(0, NUM_WORDS, (number, width), generator=generator)
-        masked = torch.rand(number, width, generator=generator) < data.draw(st.sampled_from([0.0, 0.3, 0.8]), "masked")
-        batch = {"words": words, "labels": words.masked_fill(masked, -100), "value": torch.randn(number).double()}
-        batch["labels"][:2, -1] = 1  # something to learn from
-        return Declared(Tagger, lambda: batch, RIGHT["tokens" if kind == "tokens" else "two terms"].loss), batch
-    batch = {
-        "x": torch.randn(number, 5, generator=generator, dtype=torch.float64),
-        "y": torch.randint(0, 4, (number,), generator=generator),
-    }
-    if kind == "weights":
-        weights = CLASS_WEIGHTS * torch.rand(4, generator=generator).double().add(0.1)
-        return Declared(
-            Classifier,
-            lambda: batch,
-            lambda: ab.mean_over(lambda m, b: weighted(m, b, weights), lambda b: weights[b["y"]].sum()),
-        ), batch
-    return Declared(Classifier, lambda: batch, RIGHT["samples"].loss), batch
-
-
-@pytest.mark.slow
-@settings(max_examples=25)
-@given(data=st.data())
-def test_right_declarations_are_never_refused(data: st.DataObject) -> None:
-    """Right declarations pass, with any samples, widths, masks, weights and micro-batches."""
-    case, batch = random_right(data)
-    steps = data.draw(st.integers(1, len(batch[next(iter(batch))]) // 2), "accumulation steps")  # BatchNorm needs two
-    with engine_for(case, micro_batch_size=None, accumulation_steps=steps) as engine:
-        engine.step(batch)
-    assert not any(words in engine.decisions["loss"] for words in ("does not run", "cannot be looked at", "off,"))

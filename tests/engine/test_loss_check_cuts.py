@@ -1,6 +1,6 @@
 """The loss check on batches of many forms, losses over pairs, and later batches: a verdict, or a warning."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,44 +13,15 @@ from torch.utils.data import Dataset
 import anybatch as ab
 from anybatch.data import AnyRows
 from anybatch.errors import LossError
-from tests.engine.cases import Batch, cut, share_bounds
-from tests.engine.loss_declarations import HOLDS
+from tests.engine.cases import Batch, vectors
+from tests.engine.loss_declarations import HOLDS, Classifier, Declared, engine_for
 from tests.raising import warns
-from tests.ranks_fixture import Ranks
 
 
-def network() -> nn.Module:
-    """Return a small model."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3)).double()
-
-
-def rows(number: int = 24) -> Batch:
-    """Return vectors."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(number, 5, generator=generator, dtype=torch.float64)
-    return {"x": x, "y": torch.randint(0, 3, (number,), generator=generator)}
-
-
-def engine_of(loss: Any, *, model: nn.Module | None = None, **options: Any) -> ab.Engine:
-    """Return an engine."""
-    options = {"micro_batch_size": 8, "world": ab.World(), "norms": "freeze", **options}
-    return ab.Engine(model or network(), lambda named: torch.optim.SGD(named, lr=0.1), loss, **options)
-
-
-def of_halves(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a preference loss: the first half of the rows is chosen, the second rejected."""
-    chosen, rejected = model(batch["x"])[:, 0].split(len(batch["x"]) // 2)
-    return -F.logsigmoid(chosen - rejected).mean()
-
-
-def of_neighbours(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a preference loss in which each row is next to its partner."""
-    scores = model(batch["x"])[:, 0]
-    if len(scores) % 2:
-        message = "rows come in pairs"
-        raise ValueError(message)
-    return -F.logsigmoid(scores[0::2] - scores[1::2]).mean()
+def engine_of(loss: Any, model: nn.Module | None = None, **options: Any) -> ab.Engine:
+    """Return an engine with micro-batches of 8."""
+    case = Declared(lambda: model or Classifier(), dict, lambda: loss)
+    return engine_for(case, **{"micro_batch_size": 8, "norms": "freeze", **options})
 
 
 def of_spread(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -63,40 +34,16 @@ def of_spread(model: nn.Module, batch: Batch) -> torch.Tensor:
     return spread
 
 
-def one_by_one(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a sum over samples, with a separate call for each."""
-    return torch.stack([model(x[None]).square().mean() for x in batch["x"]]).sum()
-
-
-def one_by_one_averaged(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return a mean over samples, with a separate call for each."""
-    return one_by_one(model, batch) / len(batch["x"])
-
-
-WRONG: dict[str, Callable[..., torch.Tensor]] = {"halves": of_halves, "spread": of_spread, "a sum": one_by_one}
-RIGHT: dict[str, Callable[..., torch.Tensor]] = {"neighbours": of_neighbours, "one by one": one_by_one_averaged}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_losses_that_pieces_cannot_tell_are_caught_by_real_micro_batches(name: str) -> None:
-    """Wrong losses that small pieces cannot reveal are found with real micro-batches, before the update."""
-    model = network()
+def test_wrong_losses_are_caught_by_real_micro_batches() -> None:
+    """A wrong loss that small pieces cannot reveal is found with real micro-batches, before the update."""
+    model = Classifier()
     before = [one.detach().clone() for one in model.parameters()]
-    engine = engine_of(ab.mean_over_samples(WRONG[name]), model=model)
+    engine = engine_of(ab.mean_over_samples(of_spread), model=model)
     with pytest.raises(LossError) as caught:
-        engine.step(rows())
+        engine.step(vectors(24))
     engine.close()
-    assert caught.value.cause == {"halves": "joint", "spread": "joint", "a sum": "sum"}[name]
+    assert caught.value.cause == "joint"
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_losses_that_pieces_cannot_tell_hold_in_real_micro_batches(name: str) -> None:
-    """Right losses that small pieces cannot confirm pass with real micro-batches."""
-    engine = engine_of(ab.mean_over_samples(RIGHT[name]))
-    engine.step(rows())
-    assert HOLDS in engine.decisions["loss"]
-    engine.close()
 
 
 class Images(Dataset[tuple[torch.Tensor, dict[str, torch.Tensor]]]):
@@ -200,17 +147,17 @@ def with_numpy(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(model(0.6 * batch["x"] + 0.4 * batch["x"][other]), batch["y"])
 
 
-def test_what_could_not_be_checked_is_a_warning_once() -> None:
+def test_losses_that_cannot_be_checked_warn_once() -> None:
     """A loss that cannot be checked causes one warning with the reason; an uncut batch causes none."""
-    options: dict[str, Any] = {"rng": None, "model": nn.Linear(5, 3).double()}
+    options: dict[str, Any] = {"rng": None, "model": nn.Linear(5, 4).double()}
     engine = engine_of(ab.mean_over_samples(with_numpy), **options)
     with warns("loss_not_checked"):
-        engine.step(rows())
+        engine.step(vectors(24))
     for _ in range(4):
-        engine.step(rows())  # a second warning would be an error here
+        engine.step(vectors(24))  # a second warning would be an error here
     engine.close()
     engine = engine_of(ab.mean_over_samples(with_numpy), **options)
-    engine.step(rows(8))
+    engine.step(vectors(8))
     engine.close()
 
 
@@ -227,7 +174,7 @@ def test_a_count_that_is_a_tensor_is_compared_too(check_loss: bool) -> None:
 
     engine = engine_of(ab.mean_over_samples(contradicting), check_loss=check_loss)
     with pytest.raises(LossError):
-        engine.step(rows())
+        engine.step(vectors(24))
     engine.close()
 
 
@@ -240,7 +187,7 @@ def alike(_model: nn.Module, outputs: Batch) -> torch.Tensor:
     return F.binary_cross_entropy_with_logits(near @ near.T, (outputs["y"][:, None] == outputs["y"]).double())
 
 
-def test_an_encoder_that_looks_across_samples_is_refused() -> None:
+def test_an_encoder_that_combines_samples_is_refused() -> None:
     """An `encode` that combines samples raises an error; dropout, noise and BatchNorm do not matter."""
 
     def centred(model: nn.Module, batch: Batch) -> Batch:
@@ -252,34 +199,10 @@ def test_an_encoder_that_looks_across_samples_is_refused() -> None:
 
     engine = engine_of(ab.joint(centred, alike))
     with pytest.raises(LossError) as caught:
-        engine.step(rows())
+        engine.step(vectors(24))
     assert caught.value.cause == "encode"
     engine.close()
     engine = engine_of(ab.joint(by_itself, alike))
-    engine.step(rows())
+    engine.step(vectors(24))
     assert HOLDS in engine.decisions["loss"]
     engine.close()
-
-
-def raised_on_ranks(strategy: str, right: bool) -> str:
-    """Run on every rank: make a step; return the error, or the decision."""
-    world = ab.World.from_environment()
-    start, stop = share_bounds(24, [1] * world.size)[world.rank]
-    engine = engine_of(
-        ab.mean_over_samples(of_neighbours if right else of_halves), world=world, strategy=strategy, micro_batch_size=6
-    )
-    try:
-        engine.step(cut(rows(), start, stop))
-    except LossError as error:
-        return str(error.cause)
-    finally:
-        engine.close()
-    return engine.decisions["loss"]
-
-
-@pytest.mark.parametrize(("strategy", "right"), [("all_reduce", False), ("ddp", True)])
-def test_ranks_agree_on_real_micro_batches(strategy: str, right: bool, two_ranks: Ranks) -> None:
-    """All ranks reach the same verdict."""
-    one, other = two_ranks.run(raised_on_ranks, strategy, right)
-    assert one == other
-    assert (HOLDS if right else "joint") in one

@@ -8,18 +8,13 @@ import torch
 from torch.nn import functional as F
 
 import anybatch as ab
-from anybatch.errors import AnyBatchWarning, LossError
-from tests.engine.loss_check.collection.setups import built, check
+from tests.engine.loss_check.collection.setups import check
 from tests.engine.loss_check.collection.table import (
     GROUPS,
-    RIGHT_HABITS,
     UNDECIDED,
-    WRONG,
-    WRONG_HABITS,
     expected,
     is_there,
 )
-from tests.ranks_fixture import Ranks
 
 ALL = [(group, name) for group in GROUPS for name in GROUPS[group]]
 QUICK = {(group, name) for group in ("wrong, habits", "right, habits") for name in list(GROUPS[group])[::4]}
@@ -51,51 +46,6 @@ def test_setups_get_their_verdict(group: str, name: str) -> None:
 def test_few_are_undecided() -> None:
     """At most 3% of the setups are undecided."""
     assert len(UNDECIDED) <= 0.03 * sum(map(len, GROUPS.values()))
-
-
-ON_RANKS = {
-    "wrong": [*list(WRONG_HABITS)[:8], "inside the model: Capacity", "expert balance in an attribute", "InfoNCE"],
-    "right": ["Huber loss", "tokens of a copied declaration", "counts of a few samples only", "sorted by class"],
-}
-
-
-def outcomes_on_rank(strategy: str) -> dict[str, str]:
-    """Run on every rank: make the first step of each setup, and return the outcome."""
-    found = {}
-    for name in (name for names in ON_RANKS.values() for name in names):
-        setup = {**WRONG, **WRONG_HABITS, **RIGHT_HABITS}[name]
-        model, loss, batch = built(setup, "float64")
-        world = ab.World.from_environment()
-        half = len(batch["y"]) // world.size
-        share = {key: value[world.rank * half : (world.rank + 1) * half] for key, value in batch.items()}
-        engine = ab.Engine(
-            model,
-            lambda named: torch.optim.SGD([one for _, one in named], lr=0.1),
-            loss,
-            micro_batch_size=4,
-            strategy=strategy,
-            world=world,
-        )
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", AnyBatchWarning)
-                engine.step(share)
-            found[name] = engine.decisions["loss"]
-        except LossError as error:
-            found[name] = f"broken: {error.cause}"
-        finally:
-            engine.close()
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["all_reduce", "fsdp"])
-def test_ranks_take_one_verdict(strategy: str, two_ranks: Ranks) -> None:
-    """Both ranks, sharded or not, report the verdict that one rank reports."""
-    one, other = two_ranks.run(outcomes_on_rank, strategy)
-    assert one == other
-    assert {name for name, said in one.items() if said.startswith("broken")} == set(ON_RANKS["wrong"])
-    assert all("confirmed by the check" in one[name] for name in ON_RANKS["right"])
 
 
 def test_a_float64_run_leaves_no_table_in_the_model() -> None:

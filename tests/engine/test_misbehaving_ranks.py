@@ -15,19 +15,19 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 CASES: dict[str, Strategy] = {
     "raises in backward, lingers": "fsdp",
     "raises in scheduler, lingers": "all_reduce",
-    "raises in load_state_dict, goes on": "all_reduce",
+    "raises in load_state_dict, continues": "all_reduce",
     "sets another position": "zero1",
     "raises in load_state_dict, lingers": "zero1",
     "raises in optimizer function, ends": "ddp",
     "rank 0 of three killed in backward": "all_reduce",
     "slower than the time-out in forward": "all_reduce",
     "ends its loop": "zero1",
-    "saves alone behind the last step": "all_reduce",
+    "saves alone after the last step": "all_reduce",
     "builds one more engine": "fsdp",
     "steps in a thread, in loss": "all_reduce",
     "built with another measure_gradient_norm": "fsdp",
     "built with a frozen block": "fsdp",
-    "saves in another form, wait": "ddp",
+    "saves in another form, wait": "fsdp",
 }
 
 

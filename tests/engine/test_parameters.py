@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import anybatch as ab
 from anybatch.core.loss import Loss
+from anybatch.engine.user_code import referenced_by
 from anybatch.testing import relative_error
 from tests.engine.cases import STRATEGIES, Batch, Gradients, InMemory, perceptron, plain_gradients, vectors
 from tests.faults import sees
@@ -18,6 +19,7 @@ from tests.ranks_fixture import Ranks, selected
 
 TOLERANCE = 1e-12
 MICRO_BATCH_SIZES = (1, 3)
+CLIP = 0.02
 
 
 class Built(NamedTuple):
@@ -208,12 +210,13 @@ def case_errors(case: ParameterCase, strategy: str) -> dict[str, float]:
     for _ in range(2):
         optimizer.zero_grad()
         case.reference(plain, batch).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
         optimizer.step()
     errors = {}
     for size in MICRO_BATCH_SIZES:
         built = case.build()
         options: dict[str, Any] = {"micro_batch_size": size, "strategy": STRATEGIES[strategy](), "world": world}
-        options["check_loss"] = False
+        options |= {"check_loss": False, "clip": CLIP}
         with ab.Engine(built.model, sgd(built.whole), built.loss, **options) as engine:
             errors[f"gradients, {size}"] = relative_error(engine.gradients(InMemory(batch)), expected)
             errors[f"unchanged, {size}"] = relative_error(built.whole.state_dict(), before)
@@ -242,18 +245,18 @@ def errors(ranks: Ranks, request: pytest.FixtureRequest) -> list[dict[tuple[str,
 
 
 @sees(
-    "a parameter that only another rank has used stays behind",
+    "a parameter used only by another rank is not updated",
     "src/anybatch/parallel/all_reduce.py",
-    "return buffers.gradients(used), numbers",
-    "return buffers.gradients(buffers.used), numbers",
+    "return buffers.gradients(used), report_sums",
+    "return buffers.gradients(buffers.used), report_sums",
     cases=["2-ranks-unused here and there"],
-    also=["tests/engine/test_parameters.py::test_what_nobody_uses_is_left_untouched[all_reduce]"],
+    also=["tests/engine/test_parameters.py::test_unused_parameters_are_unchanged[all_reduce]"],
 )
 @pytest.mark.parametrize("case", PARAMETER_CASES)
 def test_every_parameter_gets_the_plain_gradient(
     case: str, errors: list[dict[tuple[str, str], dict[str, float]]]
 ) -> None:
-    """Gradients (also None) and two updates with momentum and weight decay equal the plain loop's."""
+    """Gradients (also None) and two clipped updates with momentum and weight decay equal the plain loop's."""
     found = {
         (strategy, what): error
         for rank in errors
@@ -290,7 +293,7 @@ def unused_and_used(strategy: str) -> tuple[list[bool], list[bool]]:
     cases=["all_reduce"],
 )
 @pytest.mark.parametrize("strategy", ["all_reduce", "all_reduce, after", "ddp"])
-def test_what_nobody_uses_is_left_untouched(strategy: str, two_ranks: Ranks) -> None:
+def test_unused_parameters_are_unchanged(strategy: str, two_ranks: Ranks) -> None:
     """A parameter used by no rank has no gradient and no weight decay; one used by any rank moves on all."""
     for unchanged, without_gradient in two_ranks.run(unused_and_used, strategy):
         assert unchanged == without_gradient == [False] * 6 + [True] * 2
@@ -306,6 +309,13 @@ def stride_pairs(strategy: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]
     return [(parameter.stride(), gradient.stride()) for parameter, gradient in pairs if gradient is not None]
 
 
+@sees(
+    "gradients have different strides than their parameters",
+    "src/anybatch/parallel/gradient_buckets.py",
+    'torch.empty_like(part, device="meta").stride()',
+    'torch.empty(part.shape, device="meta").stride()',
+    cases=["all_reduce"],
+)
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
 def test_gradients_have_their_parameters_strides(strategy: str, two_ranks: Ranks) -> None:
     """Gradients of channels-last weights are channels-last, so that optimizers access memory in one order."""
@@ -330,7 +340,7 @@ class Bag(nn.Module):
 
 
 @sees(
-    "a sparse gradient is not added up",
+    "a sparse gradient is not accumulated",
     "src/anybatch/parallel/single.py",
     """
                 parameter.grad = parameter.grad.coalesce()
@@ -371,3 +381,34 @@ def test_sparse_gradients_on_one_rank(clip: float | None, late: bool) -> None:
         dense = {name: g.to_dense() if g is not None and g.is_sparse else g for name, g in gradients.items()}
         assert relative_error(dense, expected) <= TOLERANCE
         assert relative_error(after, run(sparse=False)[1]) <= TOLERANCE
+
+
+temperature = nn.Parameter(torch.ones(()))
+"""A global with the name of an attribute that a loss function reads."""
+
+
+def names_attribute(model: Any, _batch: Batch) -> Any:
+    """Read an attribute whose name is also a global's."""
+    return model.temperature
+
+
+def with_empty_cell() -> Callable[..., Any]:
+    """Return a function with a parameter in its closure, and a cell that is still empty."""
+    weight = nn.Parameter(torch.ones(()))
+
+    def loss(model: Any, batch: Any) -> Any:
+        return later(model(batch) * weight)
+
+    found = referenced_by(loss)
+    assert isinstance(found["weight"], nn.Parameter)
+
+    def later(values: torch.Tensor) -> torch.Tensor:
+        return values.sum()
+
+    return loss
+
+
+def test_captured_parameters_are_found() -> None:
+    """Names of attributes are not globals, and an empty cell of a closure hides no other variable."""
+    assert "temperature" not in referenced_by(names_attribute)
+    assert isinstance(referenced_by(with_empty_cell())["weight"], nn.Parameter)

@@ -14,11 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import anybatch as ab
 from anybatch.core.randomness import BatchKey
-from anybatch.core.splitting import Unit
-from anybatch.engine.accumulate import MicroBatch
-from anybatch.engine.per_sample_dropout import PerSample, SampleRandomness
-from anybatch.errors import CompositionError, UserError
-from anybatch.parallel.strategy import Turn
+from anybatch.errors import CompositionError
 from anybatch.testing import relative_error
 from tests.engine.cases import (
     NUM_CLASSES,
@@ -43,6 +39,7 @@ from tests.engine.dropped import (
     make_engine,
 )
 from tests.engine.masks_by_hand import mask
+from tests.raising import raises
 from tests.ranks_fixture import Ranks
 
 
@@ -61,7 +58,7 @@ def gradient_errors(strategies: tuple[str, ...]) -> dict[tuple[str, str, int | N
             for size in MICRO_BATCH_SIZES:
                 network = Network(way, way.drop())
                 with make_engine(
-                    network, micro_batch_size=size, rng=way.rng, strategy=STRATEGIES[strategy](), world=world
+                    network, micro_batch_size=size, strategy=STRATEGIES[strategy](), world=world
                 ) as engine:
                     found = engine.gradients(InMemory(batch, seed=SEED))
                 errors[name, strategy, size] = relative_error(found, expected)
@@ -69,7 +66,7 @@ def gradient_errors(strategies: tuple[str, ...]) -> dict[tuple[str, str, int | N
     return errors
 
 
-def test_gradients_are_those_of_the_unsplit_batch(one_rank: Ranks, two_ranks: Ranks) -> None:
+def test_gradients_equal_the_unsplit_batch(one_rank: Ranks, two_ranks: Ranks) -> None:
     """Every kind of dropout, for any cut on 1 and 2 ranks, has the gradient of one plain backward with its masks."""
     found = one_rank.run(gradient_errors, ("single",))
     found += two_ranks.run(gradient_errors, ("all_reduce",))
@@ -78,7 +75,7 @@ def test_gradients_are_those_of_the_unsplit_batch(one_rank: Ranks, two_ranks: Ra
         assert {case: error for case, error in errors.items() if not error <= TOLERANCE} == {}
 
 
-def test_keyed_by_micro_batch_it_is_not() -> None:
+def test_keys_by_micro_batch_depend_on_the_cut() -> None:
     """Counter-example: with rng="micro_batch" two cuts of the same batch differ by more than 0.1."""
     way = WAYS["Dropout"]
     found = []
@@ -91,23 +88,17 @@ def test_keyed_by_micro_batch_it_is_not() -> None:
 class Attentive(nn.Module):
     """Attention over three positions with two heads, by torch's layer or written out with masks by hand."""
 
-    def __init__(self, *, batch_first: bool, by_hand: bool) -> None:
+    def __init__(self, *, by_hand: bool) -> None:
         super().__init__()
         torch.manual_seed(13)
-        self.batch_first, self.by_hand = batch_first, by_hand
+        self.by_hand = by_hand
         self.first, self.out = nn.Linear(NUM_FEATURES, 3 * 4), nn.Linear(3 * 4, NUM_CLASSES)
-        self.attention = nn.MultiheadAttention(4, 2, dropout=P, batch_first=batch_first)
+        self.attention = nn.MultiheadAttention(4, 2, dropout=P, batch_first=True)
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.first(x)).view(-1, 3, 4)
-        if self.by_hand:
-            found = self.written_out(hidden)
-        elif self.batch_first:
-            found = self.attention(hidden, hidden, hidden)[0]
-        else:
-            turned = hidden.transpose(0, 1)
-            found = self.attention(turned, turned, turned)[0].transpose(0, 1)
+        found = self.written_out(hidden) if self.by_hand else self.attention(hidden, hidden, hidden)[0]
         logits: torch.Tensor = self.out(found.flatten(1))
         return logits
 
@@ -123,15 +114,13 @@ class Attentive(nn.Module):
         return found
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_attention_with_weights_is_keyed(batch_first: bool) -> None:
-    """Attention weights that torch's layer returns are dropped by sample and head, for any cut and sample axis."""
+def test_attention_with_weights_is_keyed() -> None:
+    """Attention weights that torch's layer returns are dropped by sample and head, for any cut."""
     batch = vectors(NUM_SAMPLES)
-    plain = Attentive(batch_first=batch_first, by_hand=True)
+    plain = Attentive(by_hand=True)
     expected = plain_gradients(plain, classify(plain, batch))
     for size in MICRO_BATCH_SIZES:
-        rng = PerSample(sample_dims={} if batch_first else {"attention": 1})
-        with make_engine(Attentive(batch_first=batch_first, by_hand=False), micro_batch_size=size, rng=rng) as engine:
+        with make_engine(Attentive(by_hand=False), micro_batch_size=size) as engine:
             assert relative_error(engine.gradients(InMemory(batch, seed=SEED)), expected) <= TOLERANCE
 
 
@@ -163,17 +152,8 @@ def test_losses_of_a_run_do_not_depend_on_the_cut(one_rank: Ranks, two_ranks: Ra
             assert found == pytest.approx(expected, rel=TOLERANCE)
 
 
-def dropped(function: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
-    """Return a function's result for values that form one micro-batch."""
-    randomness = SampleRandomness(PerSample(), nn.Identity(), torch.device("cpu"))
-    unit = Unit(0, 0, len(values))
-    micro_batch = MicroBatch(unit, (), Turn(first=True, last=True), 0, BatchKey(SEED, 0, range(len(values))))
-    with randomness, randomness.micro_batch(micro_batch):
-        return function(values)
-
-
 @pytest.mark.parametrize("fails", [False, True], ids=["after a step", "after an error"])
-def test_the_callers_random_state_is_as_before(fails: bool) -> None:
+def test_the_callers_random_state_is_restored(fails: bool) -> None:
     """A step leaves torch's generator unchanged, also if it fails, and leaves no mode active."""
 
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -223,39 +203,6 @@ def recurrent(hidden: torch.Tensor) -> torch.Tensor:
     return found[:, 0]
 
 
-def stacked(hidden: torch.Tensor, dropout: float) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
-    """Return sequences of length two, and states and weights of a two-layer LSTM for them."""
-    layer = nn.LSTM(NUM_CLASSES, NUM_CLASSES, 2, dropout=dropout, dtype=torch.float64, device="meta")
-    weights = [torch.full_like(weight, 0.1, device="cpu") for weight in layer.parameters()]
-    state = hidden.new_zeros(2, len(hidden), NUM_CLASSES)
-    return hidden[:, None].expand(-1, 2, -1), (state, state), weights
-
-
-def packed_lstm(hidden: torch.Tensor, dropout: float = 0.1) -> torch.Tensor:
-    """Call torch's LSTM function for packed sequences, whose arguments differ from the padded form."""
-    pairs, states, weights = stacked(hidden, dropout)
-    sequence = pack_padded_sequence(pairs, torch.full((len(hidden),), 2), batch_first=True)
-    found = torch.lstm(sequence.data, sequence.batch_sizes, states, weights, True, 2, dropout, True, False)[0]
-    return pad_packed_sequence(sequence._replace(data=found), batch_first=True)[0][:, 0]
-
-
-def lstm_by_keyword(hidden: torch.Tensor, dropout: float = 0.1) -> torch.Tensor:
-    """Call torch's LSTM function with keyword arguments only."""
-    pairs, states, weights = stacked(hidden, dropout)
-    found: torch.Tensor = torch.lstm(
-        input=pairs,
-        hx=states,
-        params=weights,
-        has_biases=True,
-        num_layers=2,
-        dropout=dropout,
-        train=True,
-        bidirectional=False,
-        batch_first=True,
-    )[0]
-    return found[:, 0]
-
-
 def packed(hidden: torch.Tensor) -> torch.Tensor:
     """Apply dropout to packed values: three samples of length two."""
     pairs = hidden[:, None].expand(-1, 2, -1)
@@ -278,21 +225,21 @@ def unpreserved(hidden: torch.Tensor) -> torch.Tensor:
 
 
 REFUSED_WHILE_RUNNING: Mapping[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[str, ...]]] = {
-    "fused attention": (attention, ("fused attention", "F.dropout(scores.softmax(-1)) @ value")),
-    "a recurrent layer of packed input": (packed_lstm, ("recurrent layers", "nn.Dropout between")),
-    "a recurrent layer by keyword": (lstm_by_keyword, ("recurrent layers", "nn.Dropout between")),
+    "fused attention": (attention, ("scaled_dot_product_attention draws", "F.dropout(scores.softmax(-1)) @ value")),
+    "a recurrent layer": (recurrent, ("gru draws",)),
     "packed input": (packed, ("dropout drops elements of a tensor (6, 4)", "packed", "3 samples")),
-    "another axis": (lambda hidden: F.dropout(hidden.t()).t(), ("(4, 3) whose axis 0", "3 samples", "sample_dims=")),
+    "another axis": (lambda hidden: F.dropout(hidden.t()).t(), ("(4, 3) whose axis 0", "3 samples")),
+    "either axis": (
+        lambda hidden: F.dropout(hidden.expand(6, 3, -1))[0],
+        ("(6, 3, 4)", "axis 0 or axis 1", "samples first"),
+    ),
     "no axis for samples": (F.dropout1d, ("dropout1d", "(3, 4)", "without a sample axis")),
-    "channels of one axis": (lambda hidden: torch.feature_dropout(hidden[:, 0], 0.1, True)[:, None], ("(3,)",)),
     "a parameter": (
         lambda hidden: hidden @ F.dropout(nn.Parameter(torch.ones(6, 4, dtype=torch.float64)))[:4],
         ("parameter", "belong to no sample"),
     ),
-    "bernoulli": (lambda hidden: hidden * torch.bernoulli(torch.full_like(hidden, 0.5)), ("bernoulli draws",)),
-    "rand": (lambda hidden: hidden * torch.rand(len(hidden), 1), ("rand draws", "with the data")),
-    "noise": (lambda hidden: hidden + torch.randn_like(hidden), ("randn_like draws",)),
-    "gumbel": (F.gumbel_softmax, ("draws", "with the data")),
+    "alpha dropout": (lambda hidden: F.alpha_dropout(hidden, 0.5, True), ("alpha_dropout draws", "F.dropout")),
+    "noise": (lambda hidden: hidden + torch.randn_like(hidden), ("randn_like draws", "with the data")),
     "later on": (
         lambda hidden: hidden if len(hidden) == 3 else hidden * torch.rand(1),
         ("numbers were drawn outside dropout", "with the data"),
@@ -302,70 +249,29 @@ REFUSED_WHILE_RUNNING: Mapping[str, tuple[Callable[[torch.Tensor], torch.Tensor]
         ("seeds torch", "manual_seed"),
     ),
     "now and then": (sometimes, ("called 1 times in one micro-batch of a step and 0 times in another",)),
-    "a checkpoint that forgets": (unpreserved, ("activation checkpointing", "preserve_rng_state=True")),
+    "a checkpoint without random state": (unpreserved, ("activation checkpointing", "preserve_rng_state=True")),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED_WHILE_RUNNING)
-def test_what_cannot_be_keyed_is_refused_by_name(name: str) -> None:
-    """The first step raises an error that names the operation, its module and the fix; nothing has changed."""
+def test_operations_without_keys_are_refused_by_name(name: str) -> None:
+    """The first step raises an error that names the operation and the fix; nothing has changed."""
     function, words = REFUSED_WHILE_RUNNING[name]
     network = Inside(function)
     before = {key: value.clone() for key, value in network.state_dict().items()}
     with make_engine(network, micro_batch_size=3) as engine, pytest.raises(CompositionError) as caught:
         engine.step(vectors(5))
     message = str(caught.value)
-    everywhere = () if name in ("later on", "now and then", "a checkpoint that forgets") else ("'inside.odd'",)
-    assert [word for word in (*words, *everywhere, "rng='micro_batch'") if word not in message] == [], message
+    assert [word for word in (*words, "rng='micro_batch'") if word not in message] == [], message
     assert relative_error(network.state_dict(), before) == 0.0
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
-class TimeFirst(nn.Module):
-    """Applies dropout to values of shape (time, samples, width), as from torch's layers with batch_first=False."""
-
-    def __init__(self, *, by_hand: bool) -> None:
-        super().__init__()
-        torch.manual_seed(17)
-        self.by_hand, self.first = by_hand, nn.Linear(NUM_FEATURES, 2 * 21 * 3)
-        self.layer = nn.GRU(2, 2) if not by_hand else nn.Linear(2, 2)
-        self.drop, self.out = nn.Dropout(P), nn.Linear(21 * 3 * 2, NUM_CLASSES)
-        self.double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(x).view(-1, 21 * 3, 2).transpose(0, 1)
-        found = self.layer(hidden) if self.by_hand else self.layer(hidden)[0]
-        logits: torch.Tensor = self.out(self.drop(found).transpose(0, 1).flatten(1))
-        return logits
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.slow
-def test_samples_in_the_second_axis_are_asked_for(by_hand: bool) -> None:
-    """If two axes fit the number of samples, the sample axis must be declared; then masks do not depend on the cut."""
-    batch = InMemory(vectors(21), seed=SEED)
-    for size in (3, 7):
-        with (
-            make_engine(TimeFirst(by_hand=by_hand), micro_batch_size=size, rng="per_sample") as engine,
-            pytest.raises(CompositionError, match=r"axis 0 or axis 1: .*sample_dims=\{'': 0\}"),
-        ):
-            engine.gradients(batch)
-    found = []
-    for size in (3, 7):
-        rng = PerSample(sample_dims={"": 1})
-        with make_engine(TimeFirst(by_hand=by_hand), micro_batch_size=size, rng=rng) as engine:
-            found.append(engine.gradients(batch))
-    assert relative_error(found[0], found[1]) <= TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("dims", "words"), [({"encodre": 1}, ("'encodre'", "'first'")), ({"first": -1}, ("'first'", "-1"))]
-)
-def test_wrong_declarations_are_refused(dims: dict[str, int], words: tuple[str, ...]) -> None:
-    """A missing module and an invalid axis are refused by name."""
-    with pytest.raises(UserError) as caught:
-        make_engine(Inside(torch.tanh), rng=PerSample(sample_dims=dims))
-    assert [word for word in words if word not in str(caught.value)] == []
+@pytest.mark.parametrize("layer", [nn.GRU(4, 4), nn.LSTM(4, 4, 2, dropout=0.1, batch_first=True)])
+def test_layers_without_keys_are_refused(layer: nn.Module) -> None:
+    """Layers with samples in the second axis, and recurrent layers with dropout, are refused before the first step."""
+    with raises(CompositionError, "not_keyed_by_sample"):
+        make_engine(Inside(torch.tanh, layer=layer))
 
 
 def test_a_compiled_model_is_refused() -> None:
@@ -373,3 +279,30 @@ def test_a_compiled_model_is_refused() -> None:
     network: Any = torch.compile(Inside(F.dropout), backend="eager")
     with pytest.raises(CompositionError):
         make_engine(network)
+
+
+class LateDropout(nn.Module):
+    """Drops with a function that is not keyed, at a rate that rises from 0, before dropout that is keyed."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function, self.rate = function, 0.0
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Drop twice."""
+        return F.dropout(self.function(self.linear(values), self.rate, True), 0.1)
+
+
+@pytest.mark.parametrize("function", [torch.dropout, F.alpha_dropout])
+def test_unkeyed_draws_are_refused_in_any_step(function: Callable[..., torch.Tensor]) -> None:
+    """A function that draws from a later step on is refused there, although keyed dropout follows it."""
+    model = LateDropout(function)
+    loss = ab.mean_over_samples(lambda net, batch: net(batch).square().flatten(1).mean())
+    with ab.Engine(
+        model, torch.optim.SGD(model.parameters(), 0.1), loss, micro_batch_size=2, rng="per_sample", seed=1
+    ) as engine:
+        engine.step(torch.ones(8, 3, 4))
+        model.rate = 0.3
+        with raises(CompositionError, "not_keyed_by_sample"):
+            engine.step(torch.ones(8, 3, 4))

@@ -99,7 +99,7 @@ def step_one_weight(optimizer: Callable[[nn.Module], Any], number: int) -> tuple
 
 
 @sees(
-    "master weights do not reach the model",
+    "master weights are not copied to the model",
     "src/anybatch/engine/precision.py",
     """
                     parameter.copy_(master)
@@ -144,7 +144,7 @@ def test_cast_gradients_are_rounded_once() -> None:
     "return lambda *_: torch.autocast(device.type, dtype)",
     "return _nothing",
 )
-def test_bf16_autocast_is_the_handwritten_loop() -> None:
+def test_bf16_autocast_equals_the_handwritten_loop() -> None:
     """precision='bf16' is bitwise equal to forwards under autocast and backwards outside of it."""
     batch = {name: v.float() if v.is_floating_point() else v for name, v in vectors(29).items()}
     torch.manual_seed(9)
@@ -240,7 +240,7 @@ def spiky_steps(strategy: str, clip: float | None = None) -> SpikyRun:
     "if self.scheduler is None or updated.skipped:",
     "if self.scheduler is None:",
     cases=["single"],
-    also=["tests/engine/test_precision.py::test_fp16_is_the_handwritten_loop[unclipped]"],
+    also=["tests/engine/test_precision.py::test_fp16_equals_the_handwritten_loop[unclipped]"],
 )
 @pytest.mark.parametrize("strategy", ["single", "all_reduce", "ddp"])
 def test_fp16_overflow_skips_the_step_on_all_ranks(strategy: str, one_rank: Ranks, two_ranks: Ranks) -> None:
@@ -267,7 +267,7 @@ def test_fp16_overflow_skips_the_step_on_all_ranks(strategy: str, one_rank: Rank
     also=["tests/engine/test_compatibility.py::test_exact[fp16-clip_norm]"],
 )
 @pytest.mark.parametrize("clip", [None, 0.05], ids=["unclipped", "clipped"])
-def test_fp16_is_the_handwritten_loop(clip: float | None, one_rank: Ranks) -> None:
+def test_fp16_equals_the_handwritten_loop(clip: float | None, one_rank: Ranks) -> None:
     """precision='fp16' is bitwise equal to a handwritten loop with torch's GradScaler, also after an overflow.
 
     With clipping, gradients must be unscaled first; the limit is below every norm.

@@ -1,5 +1,6 @@
 """Ranks agree in every step: an error or difference of one rank raises on all, soon and before the update."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,16 +9,16 @@ import torch
 from anybatch.testing import run_ranks
 from tests.engine.ranks_apart import (
     APART,
+    MESSAGE,
     NUM_BATCHES,
     Told,
     called_by_one,
     changes_weight,
+    ends_in_shares,
     evaluates_more,
     fails_in_update,
     plain_loop,
-    raises_in_counted_data,
-    raises_in_data,
-    raises_in_loss,
+    raises_on_all,
     saves_alone_in_shares,
     saves_without_the_others,
     sets_rate,
@@ -43,36 +44,7 @@ def assert_trained(told: Told, numbers: list[int]) -> None:
     torch.testing.assert_close(torch.tensor(told.weights, dtype=torch.float64), expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize(("strategy", "kind"), [("all_reduce", KeyboardInterrupt), ("ddp", RuntimeError)])
-def test_an_error_that_one_loop_catches(strategy: str, kind: type[BaseException], two_ranks: Ranks) -> None:
-    """All ranks raise in the same step and skip it; later steps equal a plain loop without that batch."""
-    other, failed = two_ranks.run(raises_in_loss, strategy, kind)
-
-    assert other.kinds == ends_with("RankFailedError")
-    assert failed.kinds == ends_with(kind.__name__)
-    assert f"rank 1 failed in step {APART}: {kind.__name__}: planted" in other.ends[APART]
-    assert (other.fields["rank"], other.fields["step"]) == (1, APART)
-    for told in (other, failed):
-        assert_trained(told, GOES_ON)
-
-
-def test_data_that_one_rank_cannot_load(two_ranks: Ranks) -> None:
-    """A batch that one rank cannot load is skipped by all ranks."""
-    other, failed = two_ranks.run(raises_in_data, "ddp")
-    assert other.kinds == ends_with("RankFailedError")
-    assert failed.kinds == ends_with("OSError")
-    assert_trained(other, GOES_ON)
-
-
-def test_data_that_have_to_be_counted(two_ranks: Ranks) -> None:
-    """A rank that cannot load its data for counting reports it to the others, which wait for its counts."""
-    other, failed = two_ranks.run(raises_in_counted_data)
-    assert (other[0], other[2]) == ("0", "1")
-    assert other[1].startswith("RankFailedError: rank 1 failed in step 1: OSError: planted")
-    assert failed == ["0", "OSError: planted", "1"]
-
-
-def test_a_batch_that_one_rank_leaves_out(two_ranks: Ranks) -> None:
+def test_a_batch_that_one_rank_skips(two_ranks: Ranks) -> None:
     """A batch skipped by one rank is refused on all; the weights do not change."""
     for told in two_ranks.run(skips, "all_reduce"):
         assert told.kinds == ["0", "1", "RanksDifferError"]
@@ -91,19 +63,18 @@ def test_another_learning_rate_on_one_rank(two_ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_weight_that_one_rank_changes(strategy: str, two_ranks: Ranks, tmp_path: Path) -> None:
-    """A weight changed on one rank is refused by save and evaluate, by name; after a repair all continue normally."""
+    """A weight changed on one rank is refused by save and evaluate, by name."""
     for told in two_ranks.run(changes_weight, strategy, str(tmp_path)):
-        assert told.kinds == ["0", "ReplicaError", "ReplicaError", "done", "1"]
-        assert (told.fields["ranks"], told.fields["names"], told.names) == ((1,), ("0.weight",), ("0.weight",))
-        assert_trained(told, [0, 1])
+        assert told.kinds == ["0", "ReplicaError", "ReplicaError"]
+        assert (told.fields["ranks"], told.fields["names"]) == ((1,), ("0.weight",))
 
 
 @sees(
-    "an engine goes on behind an update that broke off",
+    "an engine continues after a failed update",
     "src/anybatch/engine/updater.py",
     """
         except BaseException as error:
-            self.broken_off = _first_line(error)
+            self.interrupted_by = _first_line(error)
 """,
     """
         except BaseException as error:
@@ -124,7 +95,7 @@ def test_an_update_that_fails_on_one_rank() -> None:
     ("world_size", "strategy", "name"),
     [(2, "ddp", "evaluate"), (3, "all_reduce", "save")],
 )
-def test_what_all_but_one_call(world_size: int, strategy: str, name: str, tmp_path: Path) -> None:
+def test_a_rank_that_makes_another_call(world_size: int, strategy: str, name: str, tmp_path: Path) -> None:
     """If ranks make different calls, all raise soon, with the call of each, instead of reaching the time-out."""
     outcomes = run_ranks(world_size, called_by_one, strategy, name, str(tmp_path), timeout_seconds=TIMEOUT_SECONDS)
     for outcome in outcomes:
@@ -135,7 +106,7 @@ def test_what_all_but_one_call(world_size: int, strategy: str, name: str, tmp_pa
         assert f"rank {world_size - 1} called engine.step at step 1" in said
 
 
-def test_one_batch_more_to_evaluate(two_ranks: Ranks) -> None:
+def test_one_extra_batch_to_evaluate(two_ranks: Ranks) -> None:
     """An extra batch in one rank's evaluation is refused on all, with the fix; later calls run normally."""
     for told in two_ranks.run(evaluates_more, "all_reduce"):
         assert told.kinds == ["DataError", "done", "0"]
@@ -143,22 +114,26 @@ def test_one_batch_more_to_evaluate(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_rank_that_ends_in_its_loader(is_killed: bool) -> None:
+    """If a rank raises or is killed in its loader, the others raise RankFailedError, with its error if it had one."""
+    *others, failed = run_ranks(3, partial(ends_in_shares, is_killed=is_killed), "ddp", timeout_seconds=100.0)
+    assert failed.error is not None
+    assert ("exit code -9" if is_killed else MESSAGE) in failed.error
+    for other in others:
+        assert other.error is not None
+        assert "RankFailedError" in other.error
+        assert (MESSAGE in other.error) != is_killed
+
+
+@pytest.mark.ranks
 def test_a_rank_that_calls_nothing(tmp_path: Path) -> None:
-    """A rank that waits for a peer without a call raises after its world's time-out, and names the peer."""
+    """A rank that waits for another one without a call raises after the timeout, and names rank, call and step."""
     outcomes = run_ranks(2, saves_without_the_others, str(tmp_path), timeout_seconds=TIMEOUT_SECONDS)
     waited, silent = (outcome.value for outcome in outcomes)
     assert waited is not None, outcomes[0].error
-    assert waited.startswith("WorldError: rank 1 has not come to engine.save at step 0 within 1 seconds")
+    assert waited.startswith("WorldError: rank 1 has not called engine.save at step 0 within 1 seconds")
     assert silent == ""
-
-
-def test_three_ranks_leave_a_step_together(three_ranks: Ranks) -> None:
-    """The two ranks that did not fail get the same error, and all three continue."""
-    *others, failed = three_ranks.run(raises_in_loss, "all_reduce", ValueError)
-    assert [told.kinds for told in others] == [ends_with("RankFailedError")] * 2
-    assert failed.kinds == ends_with("ValueError")
-    for told in (*others, failed):
-        assert_trained(told, GOES_ON)
 
 
 @pytest.mark.ranks
@@ -169,3 +144,15 @@ def test_a_save_on_one_rank_within_shares(tmp_path: Path) -> None:
         said = next(end for end in outcome.value.ends if end.startswith("RanksDifferError"))
         assert "rank 0 called engine.save at step 1; rank 1 called ab.shares for share 1" in said
         assert "remove `if rank == 0`" in said
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("strategy", "where", "end"),
+    [("all_reduce", "loss", "1"), ("ddp", "loss", "1"), ("all_reduce", "after the backward", "WorldError")],
+)
+def test_an_error_on_all_ranks(strategy: str, where: str, end: str) -> None:
+    """After an error on all ranks they continue, or are refused if sums of the failed step are pending."""
+    for outcome in run_ranks(2, raises_on_all, strategy, where, timeout_seconds=TIMEOUT_SECONDS):
+        assert outcome.value is not None, outcome.error
+        assert outcome.value.kinds == ["0", "ValueError", end]

@@ -46,15 +46,12 @@ def names_that_differ(strategy: str) -> tuple[str, ...]:
         engine.step(InMemory(vectors(7)))
         with pytest.raises(ReplicaError) as caught:
             engine.evaluate([InMemory(vectors(7))])
-        repaired = engine.align_replicas()
-        assert repaired == caught.value.names
-        engine.evaluate([InMemory(vectors(7))])
     return caught.value.names
 
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp", "zero1"])
 def test_frozen_weights_that_drift_apart_are_found(strategy: str, two_ranks: Ranks) -> None:
-    """Frozen weights are compared like trained ones, reported by name, and repaired by `align_replicas`."""
+    """Frozen weights are compared like trained ones, and reported by name."""
     expected = tuple(f"teacher.{name}" for name, _ in perceptron().named_parameters())
     assert two_ranks.run(names_that_differ, strategy) == [expected] * 2
 
@@ -69,7 +66,7 @@ def test_out_of_memory_while_weights_are_compared(monkeypatch: pytest.MonkeyPatc
     check = ReplicaCheck(ab.World(), dict(perceptron().named_parameters()), enabled=True)
     monkeypatch.setattr(check, "_enabled", True)
     monkeypatch.setattr(rank_comparison, "checksums", fails)
-    for compare, step in ((lambda: check.digests(100), 100), (lambda: check.compare(7), 7)):
+    for compare, step in ((lambda: check.digest(100), 100), (lambda: check.compare(7), 7)):
         with pytest.raises(DoesNotFitError) as caught:
             compare()
         assert caught.value.step == step

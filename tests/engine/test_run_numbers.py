@@ -13,7 +13,7 @@ TOLERANCES = {"bf16": 3e-2, "float32": 1e-4}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_numbers_are_those_recorded(one_rank: Ranks, two_ranks: Ranks, strategy: str) -> None:
+def test_numbers_match_the_recorded_ones(one_rank: Ranks, two_ranks: Ranks, strategy: str) -> None:
     """Losses, gradient norms and parameters after five steps equal the recorded ones."""
     ranks = one_rank if strategy == "single" else two_ranks
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))

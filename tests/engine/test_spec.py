@@ -1,4 +1,4 @@
-"""Engines built from a spec, and the append-only record of decisions."""
+"""Engines built from a spec, and freed when they are dropped."""
 
 import dataclasses
 import gc
@@ -27,7 +27,7 @@ def spec_of(model: torch.nn.Module, **changes: Any) -> TrainSpec:
     return TrainSpec(**{**values, **changes})
 
 
-def test_a_spec_makes_the_engine_of_its_fields() -> None:
+def test_a_spec_builds_an_equal_engine() -> None:
     """Two steps of an engine from a spec and one from arguments are bitwise equal."""
     ends = []
     for made_of_spec in (False, True):
@@ -76,6 +76,6 @@ def freed_models(strategy: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
-def test_a_dropped_engine_lets_its_model_go(strategy: str, two_ranks: Ranks) -> None:
+def test_a_dropped_engine_frees_its_model(strategy: str, two_ranks: Ranks) -> None:
     """DDP's reducer and other native objects do not keep the model or world of a dropped engine alive."""
     assert two_ranks.run(freed_models, strategy) == [[True, True], [True, True]]

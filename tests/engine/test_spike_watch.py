@@ -12,9 +12,8 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.core.records import DiagnosisRecord, Record
-from anybatch.core.spikes import SpikeRule
-from anybatch.engine.spike_watch import SpikeWatch
-from anybatch.errors import AnyBatchWarning, NonFiniteError, RanksDifferError, UserError
+from anybatch.core.spikes import SpikeRule, SpikeWatch
+from anybatch.errors import AnyBatchWarning, NonFiniteError, UserError
 from tests.engine.cases import Batch, classify
 from tests.raising import warns
 from tests.ranks_fixture import Ranks
@@ -104,7 +103,7 @@ def test_a_roll_back_is_bit_for_bit() -> None:
         assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**3)
 
 
-def test_a_lowered_rate_is_that_of_the_schedule_times_a_factor() -> None:
+def test_a_lowered_rate_scales_the_schedule() -> None:
     """After a spike, updates equal plain PyTorch with half the scheduled rates."""
     watch = SpikeWatch(action="lower", rule=RULE)
     with engine_of(watch, optimizer=torch.optim.SGD) as engine, warnings.catch_warnings():
@@ -122,39 +121,37 @@ def test_a_lowered_rate_is_that_of_the_schedule_times_a_factor() -> None:
 
 
 @pytest.mark.slow
-def test_a_rate_rises_again_behind_a_roll_back() -> None:
-    """After a rollback the rate recovers fully; after an early second spike to half, after a late one fully."""
-    for relapse_steps, ceiling in ((100, 0.5), (10, 1.0)):
-        watch = SpikeWatch(action="roll_back", rule=RULE, keep_every=4, warm_up_steps=4, relapse_steps=relapse_steps)
-        with engine_of(watch) as engine, warnings.catch_warnings():
-            warnings.simplefilter("ignore", AnyBatchWarning)
-            rates = [
-                engine.step({**batch, "factor": batch["factor"] * (1e6 if step in (BAD, BAD + 20) else 1.0)})
-                for step, batch in enumerate(batches(BAD + 28))
-            ]
-        factors = [report.learning_rates[0] / (0.01 * 0.9 ** (step // 10)) for step, report in enumerate(rates)]
-        assert factors[BAD] == pytest.approx(1.0)
-        rise = (0.2, 0.4, 0.6, 0.8, 1.0, 1.0)
-        assert factors[BAD + 1 : BAD + 7] == pytest.approx(rise)
-        assert factors[BAD + 21 : BAD + 27] == pytest.approx([ceiling * part for part in rise])
+def test_a_rate_rises_again_after_a_roll_back() -> None:
+    """After a roll-back the rate rises to its full value, and after a second spike soon after it to half."""
+    watch = SpikeWatch(action="roll_back", rule=RULE, keep_every=4, warm_up_steps=4)
+    with engine_of(watch) as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore", AnyBatchWarning)
+        rates = [
+            engine.step({**batch, "factor": batch["factor"] * (1e6 if step in (BAD, BAD + 20) else 1.0)})
+            for step, batch in enumerate(batches(BAD + 28))
+        ]
+    factors = [report.learning_rates[0] / (0.01 * 0.9 ** (step // 10)) for step, report in enumerate(rates)]
+    rise = (0.2, 0.4, 0.6, 0.8, 1.0, 1.0)
+    assert factors[BAD] == pytest.approx(1.0)
+    assert factors[BAD + 1 : BAD + 7] == pytest.approx(rise)
+    assert factors[BAD + 21 : BAD + 27] == pytest.approx([0.5 * part for part in rise])
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.slow
-def test_what_is_not_finite_is_left_out_where_there_is_a_way_back(bad: float) -> None:
+def test_non_finite_steps_are_skipped_with_rollback() -> None:
     """With rollback, a NaN step is skipped and the run continues; any other watch raises."""
     watch = SpikeWatch(action="roll_back", rule=RULE, keep_every=4)
     told = Diagnoses()
     with engine_of(watch, observer=told) as engine, warnings.catch_warnings():
         warnings.simplefilter("ignore", AnyBatchWarning)
-        reports = [engine.step(batch) for batch in batches(60, bad=bad)]
+        reports = [engine.step(batch) for batch in batches(50, bad=float("nan"))]
     assert reports[BAD].skipped
     assert not any(report.skipped for report in reports[BAD + 1 :])
     assert ("rolled_back", BAD) in told.found
     assert all(value.isfinite().all() for value in state_of(engine).values())
     for other in (None, "warn", "lower"):
         with engine_of(other) as plain, pytest.raises(NonFiniteError):
-            list(map(plain.step, batches(BAD + 1, bad=bad)))
+            list(map(plain.step, batches(BAD + 1, bad=float("nan"))))
 
 
 @pytest.mark.slow
@@ -164,13 +161,12 @@ def test_a_watch_that_finds_nothing_changes_nothing() -> None:
     def final(spikes: Any, bad: float | None) -> dict[str, torch.Tensor]:
         with engine_of(spikes) as engine, warnings.catch_warnings():
             warnings.simplefilter("ignore", AnyBatchWarning)
-            for batch in batches(50, bad=bad):
+            for batch in batches(40, bad=bad):
                 engine.step(batch)
             return state_of(engine)
 
     plain = final(None, None)
-    for action in ("warn", "lower", "roll_back"):
-        assert same(final(SpikeWatch(action=action, rule=RULE), None), plain)
+    assert same(final(SpikeWatch(action="roll_back", rule=RULE), None), plain)
     assert same(final(SpikeWatch(action="warn", rule=RULE), 1e6), final(None, 1e6))
 
 
@@ -190,27 +186,9 @@ def test_a_resumed_run_keeps_the_lower_rate(tmp_path: Path) -> None:
         plain.load(tmp_path)
 
 
-def test_a_roll_back_may_go_to_a_checkpoint(tmp_path: Path) -> None:
-    """With a folder, weights and optimizer return to its newest checkpoint; steps, data and schedule continue."""
-    told = Diagnoses()
-    watch = SpikeWatch(action="roll_back", rule=RULE, folder=tmp_path)
-    saved: dict[str, torch.Tensor] = {}
-    with engine_of(watch, observer=told) as engine, warnings.catch_warnings():
-        warnings.simplefilter("ignore", AnyBatchWarning)
-        for step, batch in enumerate(batches(BAD + 1, bad=1e6)):
-            if step == 20:
-                engine.save(tmp_path)
-                saved = state_of(engine)
-            engine.step(batch)
-        assert ("rolled_back", BAD) in told.found
-        assert same(state_of(engine), saved)
-        assert engine.num_steps == BAD + 1
-        assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**3)
-
-
 def test_a_watch_gives_up_in_the_end() -> None:
-    """After `most_actions` the watch reports that it gives up, and then only warns."""
-    watch = SpikeWatch(action="lower", rule=RULE, most_actions=2, lower_to=0.1)
+    """After `max_actions` the watch reports that it gives up, and then only warns."""
+    watch = SpikeWatch(action="lower", rule=RULE, max_actions=2, lower_to=0.1)
     told = Diagnoses()
     with engine_of(watch, observer=told) as engine, warnings.catch_warnings():
         warnings.simplefilter("ignore", AnyBatchWarning)
@@ -223,7 +201,7 @@ def test_a_watch_gives_up_in_the_end() -> None:
     assert reports[-1].learning_rates[0] == pytest.approx(0.01 * 0.9**8 * 0.01)
 
 
-def test_watches_that_cannot_be_are_refused() -> None:
+def test_invalid_watches_are_refused() -> None:
     """An unknown action and a factor that does not lower the rate are refused."""
     with pytest.raises(UserError):
         engine_of("stop")
@@ -231,7 +209,7 @@ def test_watches_that_cannot_be_are_refused() -> None:
         SpikeWatch(lower_to=2.0)
 
 
-def run_on_ranks(strategy: str, apart: bool) -> tuple[list[tuple[str, int | None]], dict[str, torch.Tensor]]:
+def run_on_ranks(strategy: str) -> tuple[list[tuple[str, int | None]], dict[str, torch.Tensor]]:
     """Run with a bad batch on every rank; return the diagnoses and the final weights."""
     watch = SpikeWatch(action="roll_back", rule=RULE, keep_every=4)
     told = Diagnoses()
@@ -250,38 +228,19 @@ def run_on_ranks(strategy: str, apart: bool) -> tuple[list[tuple[str, int | None
     with engine, warnings.catch_warnings():
         warnings.simplefilter("ignore", AnyBatchWarning)
         rank = engine.world.rank
-        for step, batch in enumerate(batches(50, bad=1e6)):
-            if apart and step == 40 and rank:
-                engine._parts.updater.rate_factor = 0.9  # noqa: SLF001 (plants the fault)
+        for batch in batches(50, bad=1e6):
             engine.step({name: value[4 * rank : 4 * rank + 4] for name, value in batch.items()})
         state = engine.model.state_dict() if isinstance(engine.model, nn.Module) else {}
         full = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in state.items()}
     return told.found, full
 
 
-def refused_on_ranks() -> str:
-    """Return the error on a rank after one rank's factor was changed."""
-    try:
-        run_on_ranks("all_reduce", True)
-    except RanksDifferError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["all_reduce", "zero1", "fsdp"])
-def test_ranks_go_back_together(strategy: str, two_ranks: Ranks) -> None:
+@pytest.mark.parametrize("strategy", ["all_reduce", "fsdp"])
+def test_ranks_roll_back_together(strategy: str, two_ranks: Ranks) -> None:
     """Two ranks report and roll back in the same step, and end with the same weights, also sharded ones."""
-    (told, weights), (others_told, others) = two_ranks.run(run_on_ranks, strategy, False)
+    (told, weights), (others_told, others) = two_ranks.run(run_on_ranks, strategy)
     assert [code for code, step in told if step == BAD] == ["spike", "rolled_back"]
     assert others_told == told
     assert all(torch.equal(weights[name], others[name]) for name in weights)
     assert all(value.isfinite().all() for value in weights.values())
-
-
-def test_ranks_that_do_not_agree_are_refused(two_ranks: Ranks) -> None:
-    """If the rate factors of ranks differ, the next step is refused on all of them, by name."""
-    for said in two_ranks.run(refused_on_ranks):
-        assert said.startswith("ranks disagree about the step (settings)")
-        assert said.count("factor of the spike watch") == 2
-        assert "factor of the spike watch 0.9" in said

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -33,22 +32,33 @@ class StaticProduct(torch.autograd.Function):
         return gradient @ weight.T, buffer.detach()
 
 
+class NumpyProduct(StaticProduct):
+    """The same as a new tensor over numpy's memory, with its own storage: no count shows that gradients share it."""
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        of_x, of_weight = StaticProduct.backward(ctx, gradient)
+        return of_x, torch.from_numpy(of_weight.numpy())
+
+
+PRODUCTS: dict[str, Any] = {"plain": torch.matmul, "static": StaticProduct.apply, "numpy": NumpyProduct.apply}
+
+
 class Network(nn.Module):
     """Two layers; `late` is used only by samples with a positive first feature, so maybe not in early micro-batches."""
 
-    def __init__(self, *, static: bool) -> None:
+    def __init__(self, product: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.static = static
+        self.product = PRODUCTS[product]
         self.first = nn.Parameter(torch.randn(8, 6, dtype=torch.float64))
         self.late = nn.Parameter(torch.randn(6, 3, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        product = StaticProduct.apply if self.static else torch.matmul
-        hidden: Tensor = product(x, self.first)
+        hidden: Tensor = self.product(x, self.first)
         if not bool((x[:, 0] > 0).any()):
             return hidden[:, :3]
-        found: Tensor = hidden[:, :3] + (x[:, :1] > 0) * product(hidden, self.late)
+        found: Tensor = hidden[:, :3] + (x[:, :1] > 0) * self.product(hidden, self.late)
         return found
 
 
@@ -77,15 +87,15 @@ def contrast(_: nn.Module, outputs: Tensor) -> Tensor:
 
 def expected_gradients(kind: str) -> dict[str, Tensor | None]:
     """Return the full-batch gradient, without static buffers."""
-    model = Network(static=False)
-    value = mean_loss(model, samples()) if kind == "mean" else contrast(model, encode(model, samples()))
+    model = Network("plain")
+    value = contrast(model, encode(model, samples())) if kind == "joint" else mean_loss(model, samples())
     value.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def static_errors(strategy: str) -> list[float]:
-    """Run on a rank: return the errors of both kinds of losses."""
-    return [static_error(strategy, kind) for kind in ("mean", "joint")]
+    """Run on a rank: return the errors of both kinds of losses, and of memory that torch did not allocate."""
+    return [static_error(strategy, kind) for kind in ("mean", "joint", "numpy")]
 
 
 def static_error(strategy: str, kind: str) -> float:
@@ -96,9 +106,9 @@ def static_error(strategy: str, kind: str) -> float:
         num_own = len(samples()["y"]) // world.size
         batch = {name: value[world.rank * num_own :][:num_own] for name, value in samples().items()}
     with ab.Engine(
-        Network(static=True),
+        Network("numpy" if kind == "numpy" else "static"),
         lambda named: torch.optim.SGD(named, lr=0.0),
-        ab.mean_over_samples(mean_loss) if kind == "mean" else ab.joint(encode, contrast),
+        ab.joint(encode, contrast) if kind == "joint" else ab.mean_over_samples(mean_loss),
         micro_batch_size=2,
         strategy=strategy,
         check_loss=False,
@@ -119,7 +129,9 @@ def whole(gradient: Tensor) -> Tensor:
     "parameter.grad = parameter.grad.clone()",
     "parameter.grad = parameter.grad.detach()",
 )
-@pytest.mark.parametrize(("strategy", "kind"), [("single", "mean"), ("single", "joint"), ("data_parallel", "mean")])
+@pytest.mark.parametrize(
+    ("strategy", "kind"), [("single", "mean"), ("single", "joint"), ("single", "numpy"), ("data_parallel", "mean")]
+)
 def test_one_process_accumulates_gradients_in_static_buffers_exactly(strategy: str, kind: str) -> None:
     """A buffer that the next backward overwrites does not change the accumulated gradient."""
     assert static_error(strategy, kind) <= TOLERANCE
@@ -129,44 +141,3 @@ def test_one_process_accumulates_gradients_in_static_buffers_exactly(strategy: s
 def test_two_ranks_accumulate_gradients_in_static_buffers_exactly(two_ranks: Ranks, strategy: str) -> None:
     """The same holds on two ranks under every strategy."""
     assert max(map(max, two_ranks.run(static_errors, strategy))) <= TOLERANCE
-
-
-class NumpyScale(torch.autograd.Function):
-    """A product whose backward writes the weight's gradient into one array of numpy and returns it as a new tensor."""
-
-    array = np.zeros(5)
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        NumpyScale.array[:] = (gradient * x).sum(0).numpy()
-        return gradient * weight, torch.from_numpy(NumpyScale.array)
-
-
-class Scale(nn.Module):
-    """Multiply by one weight per feature."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(5, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scaled: Any = NumpyScale
-        found: Tensor = scaled.apply(x, self.weight)
-        return found
-
-
-def test_gradients_in_memory_that_torch_did_not_allocate_accumulate_exactly() -> None:
-    """Each tensor over numpy's memory has a storage of its own, so that no count shows that they share it."""
-    x = torch.rand(8, 5, dtype=torch.float64)
-    model = Scale()
-    loss = ab.mean_over_samples(lambda model, batch: model(batch["x"]).square().sum(1).mean())
-    with ab.Engine(model, torch.optim.SGD(model.parameters()), loss, micro_batch_size=2, check_loss=False) as engine:
-        found = engine.gradients({"x": x})["weight"]
-    assert found is not None
-    assert relative_error({"weight": found}, {"weight": 2 * x.square().mean(0)}) <= TOLERANCE

@@ -104,16 +104,15 @@ def runs() -> dict[tuple[str, str], tuple[Any, ...]]:
         return norm if norm is None else self.layout.norm(present)
 """,
     cases=["1-rank"],
-    also=["tests/engine/test_clipping.py::test_clipping_is_that_of_the_unsplit_gradient[by norm]"],
 )
 @sees(
-    "numbers of the report are this rank's own",
+    "the report has only this rank's numbers",
     "src/anybatch/parallel/agreement.py",
-    "numbers = self._message[: self._num_together] if self._num_together else self._numbers",
-    "numbers = self._numbers",
+    "return self._report_sums.new_tensor(sums), flags",
+    "return self._report_sums, flags",
     cases=["2-ranks"],
 )
-def test_a_run_is_the_plain_run(ranks: Ranks) -> None:
+def test_a_run_equals_the_plain_run(ranks: Ranks) -> None:
     """Three clipped steps with momentum and a scheduler end at the plain parameters for any rank, cut and strategy.
 
     Reports have the plain loss, terms, norm and learning rate; a term without items is NaN in both.
@@ -137,7 +136,7 @@ def test_a_run_is_the_plain_run(ranks: Ranks) -> None:
     "src/anybatch/core/loss.py",
     "unit_weight * term.weight / divisor",
     "unit_weight / divisor",
-    also=["tests/engine/test_exactness.py::test_gradient_is_that_of_the_unsplit_batch[1-rank-two terms]"],
+    also=["tests/engine/test_exactness.py::test_gradient_equals_the_unsplit_batch[1-rank-two terms]"],
 )
 def test_a_loss_is_the_weighted_sum_of_its_terms() -> None:
     """report.loss is the weighted sum of the terms; report.losses are the unweighted terms."""
@@ -157,19 +156,19 @@ def make_engine(model: nn.Module, **options: Any) -> ab.Engine:
 
 
 @sees(
-    "the position of one's own batches begins anew",
+    "the position of hand-made batches restarts",
     "src/anybatch/engine/micro_batches.py",
     "end=Position(start.epoch, start.sample_offset + sum(sizes)),",
     "end=Position(start.epoch, sum(sizes)),",
 )
-def test_positions_run_on() -> None:
+def test_positions_advance() -> None:
     """A step ends at its batch's position; hand-made batches advance the position by their samples."""
     with make_engine(perceptron()) as engine:
         assert engine.step(InMemory(vectors(29), end=Position(2, 29))).position == Position(2, 29)
         assert engine.step(vectors(7)).position == engine.position == Position(2, 36)
 
 
-def test_looking_at_gradients_changes_nothing() -> None:
+def test_computing_gradients_changes_nothing() -> None:
     """engine.gradients leaves parameters, gradients, progress and the next step unchanged."""
     stepped, looked = perceptron(), perceptron()
     with make_engine(stepped) as engine:
@@ -186,7 +185,7 @@ def test_looking_at_gradients_changes_nothing() -> None:
     assert relative_error(looked.state_dict(), stepped.state_dict()) == 0.0
 
 
-def test_a_closed_engine_leaves_no_hook_behind(two_ranks: Ranks) -> None:
+def test_a_closed_engine_leaves_no_hook(two_ranks: Ranks) -> None:
     """After closing, a plain backward of the model works as before, despite any hooks of the strategy.
 
     This includes bf16 parameters, whose gradients a strategy moves out during the backward.
@@ -237,7 +236,7 @@ def observed(strategy: str) -> tuple[list[Record], dict[str, torch.Tensor], dict
 
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
-def test_an_observer_sees_what_happens_and_decides_nothing(strategy: str, two_ranks: Ranks) -> None:
+def test_observers_do_not_change_a_run(strategy: str, two_ranks: Ranks) -> None:
     """Micro-batches, reductions, phases and steps are reported in pairs, and observers do not change the run."""
     for rank, (records, watched, unwatched) in enumerate(two_ranks.run(observed, strategy)):
         assert relative_error(watched, unwatched) == 0.0
@@ -256,12 +255,12 @@ def test_an_observer_sees_what_happens_and_decides_nothing(strategy: str, two_ra
 
 
 @sees(
-    "a step is run in the turns of the first one",
+    "a step is run in the micro-batches of the first step",
     "src/anybatch/engine/micro_batches.py",
     "        if plan is not self._newest[0]:\n",
     "        if self._newest[0] is None:\n",
 )
-def test_batches_of_changing_sizes_are_each_divided_by_their_own() -> None:
+def test_each_batch_is_divided_by_its_own_size() -> None:
     """Steps of 24, 7, 24 and 16 samples, as at the ends of epochs, each equal the plain mean."""
     model, plain = perceptron(), perceptron()
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]

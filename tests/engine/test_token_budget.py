@@ -9,6 +9,7 @@ import torch
 import anybatch as ab
 from anybatch.core.token_budget import SampleLengths
 from anybatch.data import Packed, Padded
+from anybatch.engine.micro_batch_size.budget_trials import micro_batches_to_time
 from anybatch.errors import BatchSizeError, CompositionError, DataError, LossError
 from anybatch.metrics import OverWholeSet
 from anybatch.norms import Ghost
@@ -39,7 +40,7 @@ def engine_of(model: Language, tokens: int = 40, **settings: Any) -> ab.Engine:
     return ab.Engine(model, optimizer, DECLARED, micro_batch_size=ab.token_budget(tokens), **settings)
 
 
-def test_the_gradient_is_that_of_the_unsplit_batch(ranks: Ranks) -> None:
+def test_the_gradient_equals_the_unsplit_batch(ranks: Ranks) -> None:
     """Padded and packed micro-batches give the full-batch gradient for any budget on 1, 2 and 3 ranks."""
     strategies = ("single",) if ranks.world_size == 1 else ("all_reduce", "ddp")
     cases = [*itertools.product(COLLATES, strategies, BUDGETS), ("padded to 8", strategies[0], 40)]
@@ -53,7 +54,7 @@ def test_sharded_ranks_in_lockstep(two_ranks: Ranks) -> None:
         assert max(errors.values()) <= TOLERANCE, errors
 
 
-def test_a_run_goes_on_exactly_at_another_world_size(one_rank: Ranks, two_ranks: Ranks, three_ranks: Ranks) -> None:
+def test_a_run_resumes_exactly_at_another_world_size(one_rank: Ranks, two_ranks: Ranks, three_ranks: Ranks) -> None:
     """A run on one rank equals the same run on two ranks resumed on three, in sample ids and parameters."""
     ((whole, _, expected),) = one_rank.run(ids_of_run, 9)
     first, position, state = two_ranks.run(ids_of_run, 5)[0]
@@ -65,24 +66,6 @@ def test_a_run_goes_on_exactly_at_another_world_size(one_rank: Ranks, two_ranks:
         for state in (found, expected)
     )
     assert relative_error(found, expected) <= TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("lengths", "num_workers"),
-    [(LENGTHS, 0), (torch.tensor(LENGTHS), 0), ("input_ids", 1), (lambda sample: len(sample["labels"]), 0)],
-)
-def test_lengths_come_in_many_forms(lengths: Any, num_workers: int) -> None:
-    """Lengths as a list, a tensor, a field or a function give the same cut, with and without prefetching workers."""
-    batches = ab.batches(
-        Sentences(), effective_batch_size=9, lengths=lengths, collate=Padded(), num_workers=num_workers, epochs=2
-    )
-    model = Language()
-    with engine_of(model) as engine:
-        for batch in batches:
-            assert batch.lengths is not None
-            assert list(batch.lengths.tokens) == [LENGTHS[one] for one in batch.sample_ids]
-            found = engine.gradients(batch)
-            assert relative_error(found, expected_gradients(batch.sample_ids)) <= TOLERANCE
 
 
 def test_out_of_memory_halves_the_budget() -> None:
@@ -105,7 +88,7 @@ def test_out_of_memory_halves_the_budget() -> None:
     assert relative_error(states[1], states[0]) <= TOLERANCE
 
 
-def test_what_does_not_go_together_is_refused() -> None:
+def test_incompatible_options_are_refused() -> None:
     """A loader's padded batches, ghost groups, accumulation steps and batches without lengths are refused."""
     model = Language()
     with engine_of(model, check_loss=False) as engine:
@@ -126,7 +109,7 @@ def test_what_does_not_go_together_is_refused() -> None:
         engine.step(next(iter(ab.batches(Sentences(), effective_batch_size=25, lengths=LENGTHS, collate=Padded()))))
 
 
-def test_longer_samples_are_alone_or_cut_off() -> None:
+def test_long_samples_run_alone_or_truncated() -> None:
     """A sample above the budget may run alone, or `longest` may truncate it."""
     alone = ab.batches(Sentences(), effective_batch_size=25, lengths=LENGTHS, collate=Padded())
     short = ab.batches(Sentences(), effective_batch_size=25, lengths=LENGTHS, collate=Padded(longest=6))
@@ -234,41 +217,10 @@ def test_evaluation_on_ranks_is_within_the_budget(ranks: Ranks) -> None:
             assert 0 < most <= max(tokens, *LENGTHS)
 
 
-SHAPES = ((16, 4), (8, 8), (4, 16), (2, 20))
-
-
-def test_few_shapes_give_the_same_gradient() -> None:
-    """With four padded shapes the gradient is exact, and the model sees no other shapes."""
-    seen = set()
-
-    class Watched(Language):
-        def forward(self, input_ids: Any, *others: Any) -> Any:
-            seen.add(tuple(input_ids.shape))
-            return super().forward(input_ids, *others)
-
-    dataset, model = Sentences(), Watched()
-    batches = ab.batches(
-        dataset, effective_batch_size=25, epochs=3, lengths=dataset.lengths, collate=Padded(shapes=SHAPES)
-    )
-    with engine_of(model, 64, check_loss=False) as engine:
-        for batch in batches:
-            assert relative_error(engine.gradients(batch), expected_gradients(batch.sample_ids)) <= TOLERANCE
-
-    assert seen <= set(SHAPES)
-
-
-@pytest.mark.parametrize("wrong", [{"shapes": ((0, 4),)}, {"shapes": ((4, 8),), "multiple_of": 8}])
-def test_shapes_are_checked(wrong: Any) -> None:
-    """Shapes need positive numbers, and only one option may set the padded length."""
-    with pytest.raises(DataError):
-        Padded(**wrong)
-
-
-@pytest.mark.parametrize("collate", [Packed(), Padded(shapes=SHAPES)])
-def test_a_loss_over_samples_is_refused_where_rows_are_others(collate: Any) -> None:
-    """With packing or fixed shapes, rows are not samples, so a mean over samples is refused."""
+def test_a_loss_over_samples_is_refused_where_rows_are_others() -> None:
+    """With packing, rows are not samples, so a mean over samples is refused."""
     model = Language()
-    batches = ab.batches(Sentences(), effective_batch_size=9, lengths=LENGTHS, collate=collate)
+    batches = ab.batches(Sentences(), effective_batch_size=9, lengths=LENGTHS, collate=Packed())
     with (
         sgd_engine(model, loss, micro_batch_size=ab.token_budget(40)) as engine,
         pytest.raises(LossError),
@@ -276,7 +228,24 @@ def test_a_loss_over_samples_is_refused_where_rows_are_others(collate: Any) -> N
         engine.step(next(iter(batches)))
 
 
-def test_what_a_micro_batch_costs_is_measured_once(tmp_path: Any) -> None:
+@pytest.mark.parametrize("lengths", [[200, 190, 180, 2] * 16, [2] + [200] * 63, [2] * 63 + [200]])
+def test_micro_batches_of_different_size_are_timed(lengths: list[int]) -> None:
+    """The fixed cost comes from the shortest sample and a micro-batch of about an eighth of the budget."""
+    budget = ab.token_budget(1_600)
+    pieces = micro_batches_to_time(SampleLengths(tokens=lengths), budget)
+
+    assert pieces is not None
+    shortest, several = ([lengths[place] for place in piece] for piece in pieces)
+    assert shortest == [2]
+    assert budget.tokens / 16 <= len(several) * max(several) <= budget.tokens / 8
+
+
+def test_equal_samples_are_not_timed() -> None:
+    """Without two micro-batches of sufficiently different size, no fixed cost is measured."""
+    assert micro_batches_to_time(SampleLengths(tokens=[200] * 64), ab.token_budget(1_600)) is None
+
+
+def test_the_fixed_cost_is_measured_once(tmp_path: Any) -> None:
     """The fixed cost is measured on the first batch, reported and saved; trials do not affect the model."""
     dataset = Sentences([200, 190, 180, 2] * 16)
     batches = ab.batches(dataset, effective_batch_size=64, epochs=2, lengths=dataset.lengths, collate=Padded())

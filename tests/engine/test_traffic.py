@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
-from anybatch.parallel.control import ControlGroup, PendingMessage
-from anybatch.parallel.roll_call import NUM_DIGESTS
+from anybatch.parallel.call_tracker import NUM_DIGESTS
+from anybatch.parallel.control import ControlGroup, Message
 from tests.engine.cases import STRATEGIES, Batch, InMemory, sgd_engine, vectors
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
@@ -41,15 +41,11 @@ def recorded() -> Iterator[list[Call]]:
     """Record all collective calls through torch.distributed, and all messages of control groups."""
     calls: list[Call] = []
     plain = {name: getattr(dist, name) for name in COLLECTIVES}
-    start_sum, gather = ControlGroup.start_sum, ControlGroup.gather
+    start = ControlGroup.start
 
-    def summing(group: ControlGroup, numbers: torch.Tensor) -> PendingMessage:
-        calls.append(Call("start_sum", in_data_group=False, num_bytes=numbers.nbytes, dtype=numbers.dtype))
-        return start_sum(group, numbers)
-
-    def gathering(group: ControlGroup, mine: bytes) -> list[bytearray]:
-        calls.append(Call("gather", in_data_group=False, num_bytes=len(mine), dtype=None))
-        return gather(group, mine)
+    def starting(group: ControlGroup, mine: bytes) -> Message:
+        calls.append(Call("start", in_data_group=False, num_bytes=len(mine), dtype=None))
+        return start(group, mine)
 
     def recording(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -64,7 +60,7 @@ def recorded() -> Iterator[list[Call]]:
 
     with (
         replaced(dist, {name: recording(name) for name in COLLECTIVES}),
-        replaced(ControlGroup, {"start_sum": summing, "gather": gathering}),
+        replaced(ControlGroup, {"start": starting}),
     ):
         yield calls
 
@@ -123,11 +119,11 @@ def calls_of_a_step(strategy: str, num_micro_batches: int) -> list[Call]:
     "all_reduce sends in every micro-batch",
     "src/anybatch/parallel/all_reduce.py",
     """
-        return _NOTHING
+        return _NULL_CONTEXT
 """,
     """
         dist.all_reduce(self._gradients.buckets[0].flat.clone())
-        return _NOTHING
+        return _NULL_CONTEXT
 """,
     cases=["all_reduce, after"],
 )
@@ -136,7 +132,7 @@ def test_one_reduction_per_step(strategy: str, two_ranks: Ranks) -> None:
     """With 1, 4 and 16 accumulation steps, a step's gradient collectives carry the gradient's bytes exactly once.
 
     The control group also sends one small message: float64 numbers of the report, flags, and digests of the rank's
-    settings for the step, each with its square.
+    settings for the step.
     """
     found = {number: two_ranks.run(calls_of_a_step, strategy, number) for number in (1, 4, 16)}
     for ranks in found.values():
@@ -145,8 +141,8 @@ def test_one_reduction_per_step(strategy: str, two_ranks: Ranks) -> None:
             others = [call for call in calls if call.dtype != torch.float32]
             assert all(call.name == "all_reduce" and call.in_data_group for call in gradients)
             assert sum(call.num_bytes for call in gradients) == 4 * NUM_PARAMETERS
-            assert [(call.name, call.in_data_group) for call in others] == [("start_sum", False)]
-            assert sum(call.num_bytes for call in others) <= 8 * (1 + 4 + 2 + 2 * NUM_DIGESTS)
+            assert [(call.name, call.in_data_group) for call in others] == [("start", False)]
+            assert sum(call.num_bytes for call in others) <= 2 + 4 + 8 * (1 + NUM_DIGESTS)
     assert found[1] == found[4] == found[16]
 
 
@@ -167,6 +163,11 @@ class Waited:
         """Return whether the reduction is complete."""
         return bool(self.work.is_completed())
 
+    @property
+    def rows(self) -> object:
+        """Return the rows of a message."""
+        return self.work.rows
+
 
 def waits_of_a_step(strategy: str) -> list[int]:
     """Run on every rank: return how often each reduction and the last message of a step are waited for."""
@@ -186,7 +187,7 @@ def waits_of_a_step(strategy: str) -> list[int]:
     with (
         make_engine(strategy, world) as engine,
         replaced(dist, {"all_reduce": recording(dist.all_reduce)}),
-        replaced(ControlGroup, {"start_sum": recording(ControlGroup.start_sum)}),
+        replaced(ControlGroup, {"start": recording(ControlGroup.start)}),
     ):
         engine.step(InMemory(vectors(8 * world.size)))
     return [work.times for work in started]
@@ -200,7 +201,7 @@ def waits_of_a_step(strategy: str) -> list[int]:
     cases=["all_reduce"],
 )
 @pytest.mark.parametrize("strategy", ["all_reduce", "all_reduce, after"])
-def test_all_that_was_started_is_waited_for(strategy: str, two_ranks: Ranks) -> None:
+def test_each_reduction_is_waited_for_once(strategy: str, two_ranks: Ranks) -> None:
     """Each started reduction is waited for exactly once, so no bucket is read early."""
     for times in two_ranks.run(waits_of_a_step, strategy):
         assert len(times) > (2 if strategy == "all_reduce" else 1)

@@ -80,12 +80,12 @@ def of_all(_model: nn.Module, outputs: Batch) -> torch.Tensor:
 
 
 @sees(
-    "the two passes of a joint loss share their inputs",
+    "both passes of a joint loss use the same input objects",
     "src/anybatch/engine/micro_batches.py",
     "            micro_batches = (_private_copy(batch, device) for batch in micro_batches)\n",
     "            pass\n",
 )
-def test_a_second_pass_sees_the_inputs_of_the_first() -> None:
+def test_a_second_pass_gets_the_original_inputs() -> None:
     """If `encode` changes its batch in place, the second pass gets the original."""
     model, plain = wide(), wide()
     engine = engine_of(model, ab.joint(encoded, of_all), micro_batch_size=16)
@@ -97,7 +97,7 @@ def test_a_second_pass_sees_the_inputs_of_the_first() -> None:
 
 
 @pytest.mark.slow
-def test_a_step_is_not_begun_again_on_changed_inputs() -> None:
+def test_a_step_is_not_retried_on_changed_inputs() -> None:
     """A step that ran out of memory after an in-place change is not retried, because its inputs differ."""
     calls: list[int] = []
 
@@ -117,7 +117,7 @@ def test_a_step_is_not_begun_again_on_changed_inputs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES)
-def test_code_can_ask_whether_it_is_run_for_a_trial(sizes: str) -> None:
+def test_code_can_detect_a_trial(sizes: str) -> None:
     """Outside of trial runs each sample counts once, with checks and size trials enabled."""
     seen: SimpleQueue[int] = SimpleQueue()
     trials: SimpleQueue[int] = SimpleQueue()

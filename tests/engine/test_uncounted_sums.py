@@ -1,6 +1,5 @@
 """Micro-batches that count no items of a loss but still contribute to it, such as pure background images."""
 
-from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
-from anybatch.core.loss import Loss
 from anybatch.core.tensors import relative_error
 from anybatch.errors import LossError
 from tests.engine.cases import Batch, cut, share_bounds
@@ -98,20 +96,20 @@ def error_of(loss: Any, expected: Callable[[nn.Module, Batch], torch.Tensor], **
 
 
 @sees(
-    "a sum is dropped where its micro-batch counts nothing",
+    "the sum of a micro-batch without a count is dropped",
     "src/anybatch/core/loss.py",
     "return self.count > 0 or self.adds_without_count",
     "return self.count > 0",
     cases=["declared", "two terms"],
 )
 @pytest.mark.parametrize("name", DECLARED)
-def test_sums_belong_to_the_batch_whatever_a_micro_batch_counts(name: str) -> None:
+def test_sums_are_exact_for_any_counts(name: str) -> None:
     """The gradient of a loss divided by its positives equals the full batch's."""
     loss, expected = DECLARED[name]
     assert error_of(loss(), expected) <= 1e-12
 
 
-def test_a_right_sum_is_not_refused_where_a_piece_counts_nothing() -> None:
+def test_a_right_sum_passes_the_check() -> None:
     """The check confirms the declaration, although it cuts off pieces without positive anchors."""
     batch = cut(pictures(), 3, 9)
     assert [float(positives(cut(batch, *ends))) > 0 for ends in ((0, 1), (1, 6))] == [True, False]
@@ -137,26 +135,7 @@ def test_ranks_without_a_count_take_part(name: str, strategy: str, check_loss: b
 
 
 @pytest.mark.parametrize("check_loss", [True, False])
-def test_a_mean_over_nothing_that_is_a_number_is_refused(check_loss: bool) -> None:
+def test_a_finite_mean_over_no_items_is_refused(check_loss: bool) -> None:
     """If a mean over no items is a finite number, its divisor is unknown; the error suggests `LossSum`."""
     with raises(LossError, "mean_over_nothing"):
         error_of(ab.mean_over(divided, count=positives), reference, check_loss=check_loss)
-
-
-def test_it_is_found_out_once() -> None:
-    """The first step with such a micro-batch needs one more forward, later steps none."""
-    calls = array("q")  # trial runs do not restore it
-
-    def counting(model: nn.Module, batch: Batch) -> ab.LossSum:
-        calls.append(1)
-        return summed(model, batch)
-
-    model, numbers = detector(), []
-    loss: Loss = ab.mean_over(counting, count=positives)
-    engine = ab.Engine(model, torch.optim.SGD(model.parameters()), loss, micro_batch_size=3, check_loss=False)
-    for _ in range(3):
-        del calls[:]
-        engine.step(pictures())
-        numbers.append(len(calls))
-    engine.close()
-    assert numbers == [9, 8, 8]

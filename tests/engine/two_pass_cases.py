@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
-from anybatch.core.randomness import unit_seed
+from anybatch.core.randomness import micro_batch_seed
 from anybatch.core.splitting import Unit
-from tests.engine.cases import Batch, Gradients, cut
+from tests.engine.cases import Batch, cut
 
 NUM_SAMPLES = 29
 WIDTH = 4
@@ -180,19 +180,9 @@ def plain_loss(
     outputs = []
     with torch.random.fork_rng():
         for unit in units:
-            torch.default_generator.manual_seed(unit_seed(0, 0, unit.start))
+            torch.default_generator.manual_seed(micro_batch_seed(0, 0, unit.start))
             outputs.append(case.encode(model, cut(batch, unit.start, unit.stop)))
     return function(model, joined(outputs))
-
-
-def naive_gradients(case: JointCase, batch: Batch, size: int) -> Gradients:
-    """Return the gradient of the usual hand-written loop: the loss of each micro-batch, divided by K."""
-    model, function = case.model(), case.loss()
-    modules = all_modules(model, function)
-    starts = range(0, NUM_SAMPLES, size)
-    for start in starts:
-        (function(model, case.encode(model, cut(batch, start, start + size))) / len(starts)).backward()
-    return {name: parameter.grad for name, parameter in modules.named_parameters()}
 
 
 def engine_of(case: JointCase, *, world: ab.World | None = None, **options: Any) -> ab.Engine:

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from anybatch.core.records import (
     CheckpointRecord,
     DiagnosisRecord,
@@ -20,6 +22,22 @@ from anybatch.core.records import (
 )
 
 GEOMETRY = "64 samples = 2 ranks x 2 micro-batches x 16"
+
+
+class CountingTensor(torch.Tensor):
+    """A tensor that counts the reads of all such tensors."""
+
+    num_read = 0
+
+    def item(self) -> Any:
+        CountingTensor.num_read += 1
+        return super().item()
+
+
+def counting(value: float) -> CountingTensor:
+    """Return a counting tensor, and count from 0 on."""
+    CountingTensor.num_read = 0
+    return torch.tensor(value).as_subclass(CountingTensor)
 
 
 class Clock:

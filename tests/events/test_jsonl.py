@@ -17,8 +17,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import anybatch.events
 from anybatch.core.records import (
-    CheckpointRecord,
     EndRecord,
     MicroBatchRecord,
     PhaseRecord,
@@ -28,11 +28,13 @@ from anybatch.core.records import (
 )
 from anybatch.errors import UserError
 from anybatch.events.jsonl import JsonlLog, read_jsonl
-from anybatch.events.schema import SCHEMA_VERSION, json_schema
+from anybatch.events.log_lines import SCHEMA_VERSION
 from tests.events import recorded_run
+from tests.events.recorded_run import CountingTensor
 from tests.raising import raises
 
-VALIDATOR = jsonschema.Draft202012Validator(json_schema())
+SCHEMA = Path(anybatch.events.__file__).with_name("schema.json")
+VALIDATOR = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
 
 
 def ticking() -> Callable[[], float]:
@@ -120,7 +122,7 @@ def test_every_line_fits_the_schema(tmp_path: Path, observed: list[Record], num_
     assert list(read_jsonl(path)) == lines
 
 
-def test_a_line_is_the_record(tmp_path: Path) -> None:
+def test_a_line_has_the_fields_of_its_record(tmp_path: Path) -> None:
     """A line has the envelope and then every field of the record, tensors as numbers."""
     path = tmp_path / "log.jsonl"
     with JsonlLog(path, clock=ticking()) as log:
@@ -132,39 +134,22 @@ def test_a_line_is_the_record(tmp_path: Path) -> None:
     )
 
 
-class CountingTensor(torch.Tensor):
-    """A tensor that counts its reads."""
-
-    reads: list[int]
-
-    def detach(self) -> "CountingTensor":
-        """Return itself, so that reads are counted."""
-        return self
-
-    def item(self) -> float:
-        """Count, and return the value."""
-        self.reads.append(1)
-        return float(self.as_subclass(torch.Tensor).detach().item())
-
-
-def counting(value: float) -> CountingTensor:
-    """Return a counting tensor without reads."""
-    tensor = torch.tensor(value).as_subclass(CountingTensor)
-    tensor.reads = []
-    return tensor
-
-
 @pytest.mark.parametrize("num_steps_per_flush", [1, 3])
 def test_devices_are_read_with_the_flush(tmp_path: Path, num_steps_per_flush: int) -> None:
-    """No tensor is read before the flush, and then each is read once."""
-    tensor = counting(2.0)
-    with JsonlLog(tmp_path / "log.jsonl", num_steps_per_flush=num_steps_per_flush) as log:
+    """Micro-batches, phases and steps are written together, after N steps; events and the end immediately."""
+    path, tensor = tmp_path / "log.jsonl", recorded_run.counting(2.0)
+    with JsonlLog(path, num_steps_per_flush=num_steps_per_flush) as log:
         for number in range(num_steps_per_flush):
+            assert (CountingTensor.num_read, path.read_bytes()) == (0, b"")
             log.observe(micro_batch(number, loss_sum=tensor))
-            assert not tensor.reads
+            log.observe(phase())
             log.observe(step(number))
-        assert len(tensor.reads) == num_steps_per_flush
-    assert len(tensor.reads) == num_steps_per_flush
+        assert CountingTensor.num_read == num_steps_per_flush
+        assert [line["kind"] for line in lines_of(path)] == ["micro_batch", "phase", "step"] * num_steps_per_flush
+        for record in (phase(), recorded_run.checkpoint(1), phase(), end()):
+            log.observe(record)
+        assert [line["kind"] for line in lines_of(path)][-4:] == ["phase", "checkpoint", "phase", "end"]
+    assert CountingTensor.num_read == num_steps_per_flush
 
 
 def test_a_record_keeps_no_graph_alive(tmp_path: Path) -> None:
@@ -191,54 +176,8 @@ def test_a_record_keeps_no_graph_alive(tmp_path: Path) -> None:
         assert freed
 
 
-def test_frequent_records_wait_for_the_step(tmp_path: Path) -> None:
-    """Micro-batches and phases are written with their step; steps, checkpoints and the end immediately."""
-    path = tmp_path / "log.jsonl"
-    with JsonlLog(path) as log:
-        log.observe(micro_batch())
-        log.observe(phase())
-        assert path.read_bytes() == b""
-        log.observe(step())
-        assert [line["kind"] for line in lines_of(path)] == ["micro_batch", "phase", "step"]
-        log.observe(CheckpointRecord(rank=0, event="saved", step=1, path="run/step-1", num_bytes=None, message=None))
-        assert lines_of(path)[-1]["kind"] == "checkpoint"
-        log.observe(phase())
-        log.observe(end())
-        assert [line["kind"] for line in lines_of(path)][-2:] == ["phase", "end"]
-
-
-def test_the_end_is_brought_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a run, and closing, call fsync; a step does not."""
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", synced.append)
-    log = JsonlLog(tmp_path / "log.jsonl")
-    log.observe(step())
-    assert len(synced) == 0
-    log.observe(end())
-    assert len(synced) == 1
-    log.close()
-    assert len(synced) == 2
-
-
-def test_a_run_that_fails_leaves_its_lines(tmp_path: Path) -> None:
-    """Leaving the `with` block by an error writes the buffered records and propagates it; closing again is allowed."""
-    path = tmp_path / "log.jsonl"
-
-    def run(log: JsonlLog) -> None:
-        with log:
-            log.observe(phase())
-            message = "the run broke"
-            raise ArithmeticError(message)
-
-    log = JsonlLog(path)
-    with pytest.raises(ArithmeticError):
-        run(log)
-    log.close()
-    assert [line["kind"] for line in lines_of(path)] == ["phase"]
-
-
 @pytest.mark.slow
-def test_a_log_cut_anywhere_is_whole_again(tmp_path: Path) -> None:
+def test_a_log_cut_anywhere_is_repaired(tmp_path: Path) -> None:
     """A partial last line is removed, at any length, and the sequence continues without a gap or duplicate."""
     path, num_lines = tmp_path / "log.jsonl", 2
     with JsonlLog(path, clock=ticking()) as log:
@@ -258,7 +197,7 @@ def test_a_log_cut_anywhere_is_whole_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"import torch\n", b"no newline", b'{"other": 1}\n', b'{"version":1,"sequence":0}\nsomething else\n']
 )
-def test_foreign_files_are_not_touched(tmp_path: Path, content: bytes) -> None:
+def test_foreign_files_are_unchanged(tmp_path: Path, content: bytes) -> None:
     """A folder raises, and so does a file that is not a log, which is unchanged with its unfinished last line."""
     with raises(UserError, "is_a_folder"):
         JsonlLog(tmp_path)
@@ -281,7 +220,7 @@ def largest_file(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_full_disk_is_told_and_leaves_whole_lines(tmp_path: Path) -> None:
+def test_a_full_disk_raises_and_leaves_whole_lines(tmp_path: Path) -> None:
     """On a full disk the error has the path, the partial line is removed, and logging can continue later."""
     path = tmp_path / "log.jsonl"
     with JsonlLog(path) as log:
@@ -319,7 +258,7 @@ def test_threads_share_a_log(tmp_path: Path) -> None:
     assert [line["sequence"] for line in lines_of(path)] == list(range(200))
 
 
-def test_reading_skips_and_counts_what_it_does_not_know(tmp_path: Path) -> None:
+def test_reading_skips_and_counts_unknown_lines(tmp_path: Path) -> None:
     """Lines of other versions and invalid lines are counted and skipped; unknown kinds and fields are returned."""
     path = tmp_path / "log.jsonl"
     with JsonlLog(path) as log:

@@ -14,7 +14,7 @@ SPANS = st.lists(st.floats(0.01, 20.0), min_size=3, max_size=40)
 @given(SPANS, st.integers(1, 512))
 def test_rate_is_samples_over_time(spans: list[float], num_samples: int) -> None:
     """The rate is samples over time of the latest steps that fill the window, without the first step."""
-    pace, now, ends = Throughput(window_seconds=10.0), 5.0, [5.0]
+    pace, now, ends = Throughput(), 5.0, [5.0]
     pace.begin(now)
     for span in spans:
         now += span
@@ -40,11 +40,11 @@ def test_time_left_is_steps_left_at_the_mean_pace(spans: list[float], num_left: 
     assert pace.seconds_left(now + waited, num_left) == pytest.approx(max(0.0, expected), abs=1e-6)
 
 
-def test_nothing_is_said_without_a_step() -> None:
+def test_no_pace_without_a_step() -> None:
     """Before the first step, or while the clock does not advance, the pace is None; a run may begin with a step."""
     pace = Throughput()
     assert (pace.samples_per_second, pace.seconds_left(0.0, 3), pace.seconds_since_begin(0.0)) == (None, None, None)
-    pace.aside(1.0)
+    pace.other_work(1.0)
     pace.begin(2.0)
     assert (pace.samples_per_second, pace.seconds_left(2.0, 3)) == (None, None)
     pace.step(2.0, 64)

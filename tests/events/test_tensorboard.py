@@ -17,6 +17,8 @@ from anybatch.errors import UserError
 from anybatch.events.tensorboard import TensorBoardLog
 from tests.events.recorded_run import (
     Clock,
+    CountingTensor,
+    counting,
     end,
     evaluation,
     memory,
@@ -39,16 +41,6 @@ def files_of_different_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = itertools.count(int(time.time()))
     clock = SimpleNamespace(time=lambda: float(next(seconds)), sleep=time.sleep)
     monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", clock)
-
-
-class CountingTensor(torch.Tensor):
-    """A tensor that counts its reads."""
-
-    num_read = 0
-
-    def item(self) -> Any:
-        type(self).num_read += 1
-        return super().item()
 
 
 def written(folder: Path, records: Iterable[Record], *, seconds: float = 1.0, **options: Any) -> None:
@@ -75,19 +67,16 @@ def charts(folder: Path) -> Charts:
     return {tag: [(one.step, one.value) for one in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
 
 
-def texts(folder: Path, tag: str) -> list[tuple[int, str]]:
-    """Return the texts that TensorBoard shows for a folder."""
-    found = accumulator(folder).Tensors(f"{tag}/text_summary")
-    return [(one.step, one.tensor_proto.string_val[0].decode()) for one in found]
-
-
-def test_charts_are_the_records(tmp_path: Path) -> None:
-    """Every step is a point of each chart, at the number of steps made; an evaluation is at the number before it."""
+def test_charts_match_the_records(tmp_path: Path) -> None:
+    """A step, with its terms, groups and memory in GiB, is a point at the number of steps made; None has no chart."""
+    known = {"allocated_bytes": 2**29, "reserved_bytes": 2**31, "peak_bytes": 2**30, "limit_bytes": 2**34}
     records: list[Record] = [
         start(),
         micro_batch(0, 0),
-        step(0, 2.0),
-        step(1, torch.tensor(1.0)),
+        memory(0, **known),
+        step(0, 2.0, losses={"lm": 1.0, "aux": 2.0}, learning_rates=(0.5, 0.25), gradient_norm=None),
+        memory(1, peak_bytes=2**30),
+        step(1, torch.tensor(1.0), skipped=torch.tensor(True)),
         evaluation(2, accuracy=0.5),
         end(2),
     ]
@@ -95,50 +84,23 @@ def test_charts_are_the_records(tmp_path: Path) -> None:
 
     assert charts(tmp_path) == {
         "loss": [(1, 2.0), (2, 1.0)],
-        "gradient_norm": [(1, 1.25), (2, 1.25)],
-        "learning_rate": [(1, pytest.approx(0.001)), (2, pytest.approx(0.001))],
-        "samples_per_second": [(1, 32.0), (2, 64.0)],  # the first step starts with the run, two records earlier
+        "loss_terms/lm": [(1, 1.0)],
+        "loss_terms/aux": [(1, 2.0)],
+        "update_skipped": [(1, 0.0), (2, 1.0)],
+        "gradient_norm": [(2, 1.25)],
+        "learning_rate/group_0": [(1, 0.5)],
+        "learning_rate/group_1": [(1, 0.25)],
+        "learning_rate": [(2, pytest.approx(0.001))],
+        "samples_per_second": [(1, pytest.approx(64 / 3)), (2, 32.0)],  # from the start, a record a second
+        "memory_gib/peak": [(1, 1.0), (2, 1.0)],
+        "memory_gib/allocated": [(1, 0.5), (2, pytest.approx(2**-10))],
+        "memory_gib/reserved": [(1, 2.0)],
+        "memory_gib/limit": [(1, 16.0)],
         "evaluation/accuracy": [(2, 0.5)],
     }
 
 
-def test_terms_groups_and_skipped_steps(tmp_path: Path) -> None:
-    """Several terms and parameter groups have separate charts; skipped steps have one from the first on."""
-    records: list[Record] = [
-        start(),
-        step(0, 3.0, losses={"lm": 1.0, "aux": 2.0}, learning_rates=(0.5, 0.25), gradient_norm=None),
-        step(1, skipped=torch.tensor(True), learning_rates=()),
-        step(2),
-    ]
-    written(tmp_path, records)
-    found = charts(tmp_path)
-
-    assert found["loss_terms/lm"] == [(1, 1.0)]
-    assert found["loss_terms/aux"] == [(1, 2.0)]
-    assert found["learning_rate/group_0"] == [(1, 0.5)]
-    assert found["learning_rate/group_1"] == [(1, 0.25)]
-    assert found["gradient_norm"] == [(2, 1.25), (3, 1.25)]
-    assert found["update_skipped"] == [(2, 1.0), (3, 0.0)]
-
-
-def test_memory_is_a_chart_of_each_number(tmp_path: Path) -> None:
-    """A step's memory is charted in GiB; an unknown number has no chart."""
-    known = memory(0, allocated_bytes=2**29, reserved_bytes=2**31, peak_bytes=2**30, limit_bytes=2**34)
-    written(tmp_path / "device", [start(), known, step(0)])
-    written(tmp_path / "process", [start(), memory(2, peak_bytes=2**30), step(2)])
-
-    found = charts(tmp_path / "device")
-    assert {name: points for name, points in found.items() if name.startswith("memory")} == {
-        "memory_gib/peak": [(1, 1.0)],
-        "memory_gib/allocated": [(1, 0.5)],
-        "memory_gib/reserved": [(1, 2.0)],
-        "memory_gib/limit": [(1, 16.0)],
-    }
-    names = {name for name in charts(tmp_path / "process") if name.startswith("memory")}
-    assert names == {"memory_gib/peak", "memory_gib/allocated"}
-
-
-def test_undone_steps_are_hidden(tmp_path: Path) -> None:
+def test_discarded_steps_are_hidden(tmp_path: Path) -> None:
     """After a resume, in another process or the same, the discarded steps are hidden."""
     written(tmp_path, [start(), *(step(number, 1.0) for number in range(5)), evaluation(5, x=1.0), end(5)])
     written(tmp_path, [start(2), *(step(number, 2.0) for number in (2, 3)), start(3), step(3, 3.0)])
@@ -149,8 +111,7 @@ def test_undone_steps_are_hidden(tmp_path: Path) -> None:
 
 def test_the_loop_does_not_wait(tmp_path: Path) -> None:
     """Tensors are read together every few seconds, and at every evaluation."""
-    CountingTensor.num_read = 0
-    loss, clock, seen = torch.tensor(0.5).as_subclass(CountingTensor), Clock(), []
+    loss, clock, seen = counting(0.5), Clock(), []
     with TensorBoardLog(tmp_path, clock=clock, seconds_per_write=5.0) as log:
         log.observe(start())
         for number in range(12):

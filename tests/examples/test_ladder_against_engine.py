@@ -88,12 +88,12 @@ def all_reduced() -> tuple[float, float]:
     "all_reduce averages over ranks",
     "src/anybatch/parallel/all_reduce.py",
     """
-            work = dist.all_reduce(flat, group=self._world.group, async_op=True)
+            work = dist.all_reduce(flat, async_op=True)
 """,
     """
-            work = dist.all_reduce(flat.div_(self._world.size), group=self._world.group, async_op=True)
+            work = dist.all_reduce(flat.div_(self._world.size), async_op=True)
 """,
-    also=["tests/engine/test_exactness.py::test_gradient_is_that_of_the_unsplit_batch[2-ranks-ragged]"],
+    also=["tests/engine/test_exactness.py::test_gradient_equals_the_unsplit_batch[2-ranks-ragged]"],
 )
 def test_all_reduce(three_ranks: Ranks) -> None:
     """On three ranks with shares of 11, 11 and 10: sum over count is the engine's gradient, mean of means is not."""

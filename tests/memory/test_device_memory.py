@@ -15,7 +15,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells it in a file")
-def test_the_process_holds_what_it_has_touched() -> None:
+def test_process_memory_follows_allocations() -> None:
     """On a CPU, memory in use is the process's: it grows with allocations, and the peak stays after they are freed."""
     before = memory_in_use(CPU)
     # Fresh pages from the system: a tensor could reuse pages that the process already holds.
@@ -34,24 +34,23 @@ def test_the_process_holds_what_it_has_touched() -> None:
     assert (after.reserved_bytes, after.limit_bytes) == (None, None)
 
 
-@pytest.mark.parametrize("text", [None, "Name:\tpython\n", "VmRSS:\t 12 kB\n"])
-def test_a_system_that_does_not_tell(text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the status file is missing or incomplete, the result is None."""
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, None),
+        ("Name:\tpython\n", None),
+        ("VmRSS:\t 12 kB\n", None),
+        ("VmPeak:\t  99 kB\nVmHWM:\t     30 kB\nVmRSS:\t     12 kB\n", MemoryInUse(12 * 1024, 30 * 1024)),
+    ],
+)
+def test_status_files(text: str | None, expected: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's kB is 1,024 bytes and the peak is the high-water mark; None if the file is missing or incomplete."""
     file = tmp_path / "status"
     if text is not None:
         file.write_text(text, encoding="utf-8")
     monkeypatch.setattr(device_memory, "_PROCESS", file)
 
-    assert memory_in_use(CPU) is None
-
-
-def test_kibibytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's kB is 1,024 bytes, and the peak is the high-water mark."""
-    file = tmp_path / "status"
-    file.write_text("VmPeak:\t  99 kB\nVmHWM:\t     30 kB\nVmRSS:\t     12 kB\n", encoding="utf-8")
-    monkeypatch.setattr(device_memory, "_PROCESS", file)
-
-    assert memory_in_use(CPU) == MemoryInUse(allocated_bytes=12 * 1024, peak_bytes=30 * 1024)
+    assert memory_in_use(CPU) == expected
 
 
 class Card:
@@ -83,13 +82,16 @@ def test_counters_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA, the counters over all pools are read, and the limit is the allowed share of the device."""
     card = Card(monkeypatch)
 
+    assert memory_in_use(torch.device("meta")) is None
     assert memory_in_use(CUDA) == MemoryInUse(300, 500, reserved_bytes=600, limit_bytes=800, num_retries=2)
-    assert card.asked == [CUDA]
+    begin_peak(CPU)
+    begin_peak(CUDA)
+    assert card.asked == [CUDA, CUDA]
     assert limit_of(CUDA) == 800
     assert limit_of(CPU) is None
 
 
-def test_a_device_that_was_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_not_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before CUDA is initialized the result is None, and reading does not initialize it."""
     card = Card(monkeypatch, begun=False)
 
@@ -97,21 +99,6 @@ def test_a_device_that_was_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert memory_in_use(CUDA) is None
     assert card.asked == [CUDA]
-
-
-def test_only_a_device_has_a_peak_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's peak is reset on request; a CPU has none."""
-    card = Card(monkeypatch)
-
-    begin_peak(CPU)
-    begin_peak(CUDA)
-
-    assert card.asked == [CUDA]
-
-
-def test_devices_that_do_not_tell() -> None:
-    """For an unsupported accelerator the result is None, not the process's memory."""
-    assert memory_in_use(torch.device("meta")) is None
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from anybatch.memory.device_memory import HostReading, HostRoom, device_name, read_host
+from anybatch.memory.device_memory import HostHeadroom, HostReading, device_name, read_host
 
 MEBIBYTE = 2**20
 
@@ -23,7 +23,7 @@ def system(root: Path, *, available: int, resident: int, peak: int, limit: str |
     return root
 
 
-def test_what_linux_tells(tmp_path: Path) -> None:
+def test_memory_reported_by_linux(tmp_path: Path) -> None:
     """Available, resident and peak memory are in bytes; a container's tighter limit counts."""
     wide = read_host(system(tmp_path / "a", available=4000, resident=300, peak=500))
     assert wide == HostReading(4000 * MEBIBYTE, 300 * MEBIBYTE, 500 * MEBIBYTE)
@@ -73,18 +73,18 @@ def test_limits_of_control_groups(name: str, tmp_path: Path) -> None:
     assert found.available_bytes == 600 * MEBIBYTE
 
 
-def test_where_nothing_is_told(tmp_path: Path) -> None:
+def test_other_systems_report_no_memory(tmp_path: Path) -> None:
     """On another system host memory is unknown, and doubling is allowed."""
     assert read_host(tmp_path) is None
-    room = HostRoom(lambda: None)
+    room = HostHeadroom(lambda: None)
     assert room.available_bytes is None
     assert room.may_double()
 
 
-def test_twice_of_what_was_taken() -> None:
+def test_doubling_needs_twice_the_growth() -> None:
     """Doubling is refused if twice the growth so far would not have fit."""
     readings = iter([HostReading(1000, 200, 300), *(HostReading(0, 200, peak) for peak in (300, 400, 700, 701))])
-    room = HostRoom(lambda: next(readings))
+    room = HostHeadroom(lambda: next(readings))
 
     assert room.available_bytes == 1000
     assert [room.may_double() for _ in range(4)] == [True, True, True, False]
@@ -93,7 +93,7 @@ def test_twice_of_what_was_taken() -> None:
 def test_shared_room() -> None:
     """Processes that share a host each get a part of its memory."""
     readings = iter([HostReading(1000, 200, 300), HostReading(0, 200, 450), HostReading(0, 200, 451)])
-    room = HostRoom(lambda: next(readings), num_sharing=2)
+    room = HostHeadroom(lambda: next(readings), num_sharing=2)
 
     assert room.available_bytes == 500
     assert [room.may_double(), room.may_double()] == [True, False]

@@ -48,7 +48,7 @@ def walked(trace: MemoryTrace) -> list[dict[str, int]]:
 
 @pytest.mark.slow
 @given(trace=traces())
-def test_a_timeline_is_the_walk(trace: MemoryTrace) -> None:
+def test_a_timeline_matches_counters(trace: MemoryTrace) -> None:
     """At every moment, each category matches counters updated event by event."""
     course, expected = timeline(trace), walked(trace)
     expected = expected[len(expected) - len(course.phases) :]
@@ -58,22 +58,12 @@ def test_a_timeline_is_the_walk(trace: MemoryTrace) -> None:
             name: size for name, size in course.at(moment).items() if size
         }
     assert course.totals.tolist() == [sum(held.values()) for held in expected]
+    assert course.peak_bytes == trace.peak_bytes == course.totals[course.peak_moment]
+    assert course.peak_moment == course.totals.tolist().index(trace.peak_bytes)
     assert list(course.categories) == [name for name in ORDER if any(held[name] for held in walked(trace))]
 
 
-@pytest.mark.slow
-@given(trace=traces())
-def test_the_peak_is_that_of_the_trace(trace: MemoryTrace) -> None:
-    """Merging the initial allocations into one moment keeps the peak."""
-    course = timeline(trace)
-
-    assert course.peak_bytes == trace.peak_bytes
-    assert course.totals[: course.peak_moment].tolist() == [
-        total for total in course.totals[: course.peak_moment].tolist() if total < course.peak_bytes
-    ]
-
-
-def test_what_was_there_before_is_one_moment() -> None:
+def test_earlier_allocations_are_one_moment() -> None:
     """Allocations without an operation at the start become the first moment, and marks move with the moments."""
     weight = Allocation(4, "weights", "setup", "")
     made = Allocation(8, "activations", "forward", "aten.mm.default")
@@ -90,7 +80,7 @@ def test_what_was_there_before_is_one_moment() -> None:
     assert course.at(course.peak_moment) == {"weights": 8, "gradients": 2, "activations": 8}
 
 
-def test_nothing_booked_is_refused() -> None:
+def test_an_empty_trace_is_refused() -> None:
     """A trace without events raises."""
     with pytest.raises(ValueError, match="no events"):
         timeline(MemoryTrace((), ()))
@@ -108,9 +98,3 @@ def test_headroom_is_kept_up_to_its_last_byte(limit: int, share: float, headroom
 
     assert reserve.kept == (peak <= (1.0 - headroom) * limit)
     assert reserve.left == 1.0 - peak / limit
-
-
-def test_the_border_belongs_to_what_is_kept() -> None:
-    """With a headroom of 15%, 85 of 100 bytes keep it and 86 do not."""
-    assert Reserve(85, 100).kept
-    assert not Reserve(86, 100).kept

@@ -17,7 +17,6 @@ from tests.raising import raises
     ("name", "code"),
     [
         ("group_norm", "replaces_layers"),
-        ("rms_norm", "replaces_layers"),
         ("ghost", "unknown_policy"),
         ("global", "unknown_policy"),
     ],
@@ -42,12 +41,14 @@ def test_impossible_policies_are_refused() -> None:
 
 
 def test_unfit_layers_are_refused() -> None:
-    """A lazy layer without parameters is refused, and SyncBatchNorm on several ranks unless frozen."""
+    """Layers without parameters, SyncBatchNorm on several ranks and InstanceNorm with statistics are refused."""
     lazy, synced = nn.Sequential(nn.LazyBatchNorm1d()), nn.Sequential(nn.SyncBatchNorm(3))
     with raises(ParameterError, "lazy_layer"):
         refuse_unfit_layers(lazy, num_ranks=1, frozen=False)
     with raises(CompositionError, "synced_layer"):
         refuse_unfit_layers(synced, num_ranks=2, frozen=False)
+    with raises(CompositionError, "instance_statistics"):
+        refuse_unfit_layers(nn.InstanceNorm1d(3, track_running_stats=True), num_ranks=1, frozen=False)
     lazy(torch.randn(4, 3))
     refuse_unfit_layers(lazy, num_ranks=2, frozen=False)
     refuse_unfit_layers(synced, num_ranks=2, frozen=True)
@@ -60,7 +61,7 @@ def test_unfit_layers_are_refused() -> None:
     "even_parts(num_samples, len(parts))",
     "parts",
 )
-def test_no_micro_batch_has_one_sample_alone() -> None:
+def test_no_micro_batch_has_a_single_sample() -> None:
     """Nine samples in micro-batches of 4 run as 3 + 3 + 3 with BatchNorm, and as 4 + 4 + 1 without."""
     for norm, sizes in ((torch.nn.BatchNorm1d(2), [3, 3, 3]), (torch.nn.LayerNorm(2), [4, 4, 1])):
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), norm)

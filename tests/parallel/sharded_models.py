@@ -124,35 +124,27 @@ def whole(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
 def errors_of(
     form: str,
     options: Mapping[str, Any],
-    micro_batch_size: int = 2,
-    num_steps: int = 2,
-    prepare: Callable[[Tower], None] | None = None,
+    prepare: Callable[[Tower], None] = lambda _: None,
 ) -> list[float]:
-    """Run on every rank: return the errors of the gradient and of the parameters after clipped updates.
+    """Run on every rank: return the errors of the gradient and of the parameters after two clipped updates.
 
-    Args:
-        form: of the model.
-        options: of the strategy.
-        micro_batch_size: in samples.
-        num_steps: number of updates.
-        prepare: changes that the user makes to the model before the engine is built.
+    `options` are of the strategy; `prepare` changes the model before the engine is built, like a user's code.
     """
     batch, limit = vectors(NUM_SAMPLES), 0.05
-    expected, end = plain(form, batch, num_steps, limit)
+    expected, end = plain(form, batch, 2, limit)
     model = tower(form)
-    if prepare is not None:
-        prepare(model)
+    prepare(model)
     with ab.Engine(
         model,
         sgd,
         ab.mean_over_samples(loss_of),
-        micro_batch_size=micro_batch_size,
+        micro_batch_size=2,
         strategy=FSDP(**options),
         clip=limit,
         world=ab.World.from_environment(),
     ) as engine:
         found = whole(engine.gradients(InMemory(batch)))
-        for _ in range(num_steps):
+        for _ in range(2):
             engine.step(InMemory(batch))
         after = whole(dict(model.named_parameters()))
     return [relative_error(found, expected), relative_error(after, end)]

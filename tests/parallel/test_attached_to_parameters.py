@@ -13,9 +13,7 @@ import anybatch as ab
 from anybatch.core.loss import Loss
 from anybatch.errors import AnyBatchError, AnyBatchWarning, CompositionError, LossError, ParameterError
 from anybatch.optimizers import CombinedOptimizer
-from anybatch.parallel.dtensors import gather
-from anybatch.parallel.fsdp import FSDP
-from anybatch.parallel.local_parts import is_dtensor
+from anybatch.parallel.dtensors import gather, is_dtensor
 from anybatch.testing import relative_error
 from tests.engine.cases import Batch, InMemory, vectors
 from tests.parallel.sharded_models import Tower, loss_of, tower
@@ -99,6 +97,11 @@ def block_penalty(model: Tower, batch: Batch) -> torch.Tensor:
     return penalised(model, ("blocks.1.inner.weight",), batch)
 
 
+def penalty_on_all(model: Tower, batch: Batch) -> torch.Tensor:
+    """Penalise all weights: the sum of whole and sharded weights becomes a part of the loss."""
+    return penalised(model, [name for name, _ in model.named_parameters()], batch)
+
+
 def whole_block_penalty(model: Tower, batch: Batch) -> torch.Tensor:
     """Penalise the gathered weight of a block."""
     weight = model.blocks[1].get_parameter("inner.weight")
@@ -180,7 +183,7 @@ def across(function: Callable[[Tower, torch.Tensor], torch.Tensor], **options: A
 
 CASES: Mapping[str, Attached] = {
     "attributes": Attached(attach=with_attribute),
-    "hooks": Attached(attach=with_hooks),
+    "hooks": Attached(attach=with_hooks, refused=ParameterError),
     "accumulation hook": Attached(attach=with_accumulation_hook, refused=ParameterError, refused_everywhere=True),
     "own class": Attached(attach=with_own_class, refused=ParameterError),
     "strides": Attached(attach=with_transposed, refused=ParameterError),
@@ -188,6 +191,7 @@ CASES: Mapping[str, Attached] = {
     "Muon": Attached(optimizer=muon, refused=CompositionError),
     "penalty outside of blocks": Attached(loss=outer_penalty),
     "penalty in a block": Attached(loss=block_penalty, refused=LossError),
+    "penalty on all weights": Attached(loss=penalty_on_all, refused=LossError),
     "penalty on a gathered weight": Attached(loss=whole_block_penalty, refused=LossError),
     "orthogonal block": Attached(loss=orthogonal, refused=LossError),
     "gradient penalty": Attached(loss=gradient_penalty, refused=LossError),
@@ -215,7 +219,7 @@ def plain(case: Attached) -> dict[str, Any]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def outcome(name: str, strategy: str, options: Mapping[str, Any]) -> tuple[str, float, list[str]]:
+def outcome(name: str, strategy: str) -> tuple[str, float, list[str]]:
     """Run on every rank: return the error class, the distance of the weights from plain training, and the warnings.
 
     Only warnings of anybatch are returned; the first-step check is tested elsewhere.
@@ -232,7 +236,7 @@ def outcome(name: str, strategy: str, options: Mapping[str, Any]) -> tuple[str, 
                 case.optimizer,
                 ab.mean_over_samples(case.loss) if case.declared is None else case.declared(),
                 micro_batch_size=2,
-                strategy=FSDP(**options) if options else strategy,
+                strategy=strategy,
                 check_loss=False,
                 world=ab.World.from_environment(),
             ) as engine:
@@ -254,11 +258,11 @@ def outcome(name: str, strategy: str, options: Mapping[str, Any]) -> tuple[str, 
         for strategy in ("fsdp", "zero1" if number % 2 else "all_reduce")
     ],
 )
-def test_trains_as_plain_torch_or_is_refused(strategy: str, name: str, two_ranks: Ranks) -> None:
+def test_trains_like_plain_torch_or_is_refused(strategy: str, name: str, two_ranks: Ranks) -> None:
     """Under every strategy the weights equal plain PyTorch's, or anybatch raises an error with the fix."""
     case = CASES[name]
     refused = case.refused if strategy == "fsdp" or case.refused_everywhere else None
-    for error, distance, said in two_ranks.run(outcome, name, strategy, {}):
+    for error, distance, said in two_ranks.run(outcome, name, strategy):
         assert error == ("" if refused is None else refused.__name__)
         assert distance <= (1e-6 if name == "Muon" else TOLERANCE)  # Muon computes in bf16, also for float64 gradients
         assert not said

@@ -42,7 +42,7 @@ def test_buckets_are_a_partition(kinds: list[tuple[int, torch.dtype]], bucket_by
 
 
 @sees(
-    "bf16 gradients add up in bf16",
+    "bf16 gradients accumulate in bf16",
     "src/anybatch/core/tensors.py",
     "return torch.float32 if is_low_precision(tensor) else tensor.dtype",
     "return tensor.dtype",
@@ -78,81 +78,40 @@ def test_autograd_adds_into_the_buckets() -> None:
     also=["tests/engine/test_parameters.py::test_every_parameter_gets_the_plain_gradient[2-ranks-frozen]"],
 )
 @sees(
-    "what was used in a step counts as used for ever",
+    "a parameter used in one step counts as used in all later ones",
     "src/anybatch/parallel/gradient_buckets.py",
     """
         self.used[:] = [False] * len(self.used)
 """,
     "",
 )
-def test_what_was_not_used_has_no_gradient() -> None:
-    """Only parameters reached by a backward count as used, until the buffers are cleared."""
-    used, idle = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    buffers = GradientBuffers([used, idle])
-    buffers.place()
-    used.sum().backward()
-
-    assert buffers.used == [True, False]
-    assert buffers.gradients(buffers.used)[1] is None
-    assert idle.grad is None
-    buffers.clear()
-    assert buffers.used == [False, False]
-    assert used.grad is None
-    buffers.place()
-    assert idle.grad is not None
-    (used.sum() + idle.sum()).backward()
-    assert [gradient.tolist() for gradient in buffers.gradients(buffers.used) if gradient is not None] == [[1, 1]] * 2
-
-
-@sees(
-    "gradients have other strides than their parameters",
-    "src/anybatch/parallel/gradient_buckets.py",
-    'torch.empty_like(part, device="meta").stride()',
-    'torch.empty(part.shape, device="meta").stride()',
-    cases=["channels last"],
-    also=["tests/engine/test_parameters.py::test_gradients_have_their_parameters_strides[all_reduce]"],
-)
-@pytest.mark.parametrize(
-    "parameter",
-    [
-        torch.ones(4, 3, 2, 2).to(memory_format=torch.channels_last),
-        torch.ones(5, 3).t(),
-        torch.ones(2, 3),
-        torch.ones(()),
-    ],
-    ids=["channels last", "transposed", "contiguous", "one number"],
-)
-def test_views_have_their_parameters_strides(parameter: torch.Tensor) -> None:
-    """Gradients have the strides of their parameters, so that updates access memory in one order."""
-    made = nn.Parameter(parameter.clone(memory_format=torch.preserve_format))
-    buffers = GradientBuffers([made])
-    buffers.place()
-    assert made.grad is not None
-    assert made.grad.stride() == parameter.stride()
-    (made * made.detach()).sum().backward()
-    assert torch.equal(made.grad, made.detach())
-    buffers.close()
-
-
 @sees(
     "a backward between two steps counts",
     "src/anybatch/parallel/gradient_buckets.py",
     "if not self._is_placed or parameter.grad is None:",
     "if parameter.grad is None:",
 )
-def test_a_backward_between_steps_does_not_reach_the_buckets() -> None:
-    """Gradients added before `place` stay in `.grad` for every dtype."""
-    wide, narrow = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    buffers = GradientBuffers([wide, narrow])
-    (wide.sum() + narrow.float().sum()).backward()
+def test_only_backwards_of_a_step_count() -> None:
+    """Only gradients between `place` and `clear` count, of the parameters that a backward has reached since."""
+    used, idle = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    narrow = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    buffers = GradientBuffers([used, idle, narrow])
+    (used.sum() + narrow.float().sum()).backward()
+    assert buffers.used == [False] * 3
+    assert not any(flat.any() for flat in buffers.flats)
 
-    assert buffers.used == [False, False]
-    assert narrow.grad is not None
-    assert not buffers.buckets[0].flat.any()
-    buffers.place()
-    assert narrow.grad is None
-    assert wide.grad is not None
-    assert not wide.grad.any()
+    expected: list[list[list[float] | None]] = [[[1, 1], None, None], [[1, 1], [1, 1], None]]
+    for loss, gradients in zip((used.sum(), used.sum() + idle.sum()), expected, strict=True):
+        buffers.place()
+        assert narrow.grad is None
+        loss.backward()
+        assert buffers.used == [gradient is not None for gradient in gradients]
+        found = buffers.gradients(buffers.used)
+        assert [None if gradient is None else gradient.tolist() for gradient in found] == gradients
+        assert (idle.grad is None) == (gradients[1] is None)
+        buffers.clear()
+        assert buffers.used == [False] * 3
+        assert used.grad is None
     buffers.close()
-    (wide.sum() + narrow.float().sum()).backward()
+    narrow.float().sum().backward()
     assert narrow.grad is not None, "closed, the buffers take nothing any more"

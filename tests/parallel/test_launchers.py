@@ -44,31 +44,23 @@ def test_torchrun(variables: pytest.MonkeyPatch) -> None:
 
 
 def test_srun(variables: pytest.MonkeyPatch) -> None:
-    """Tasks of srun meet on the first node at a port derived from job and step; the second node has 2 ranks."""
+    """Tasks of srun meet on the first node of any list, at a port derived from job and step; others run alone."""
     given(variables, SRUN)
     port = 20_000 + 31 * 71 + 2
     assert find_launch() == Launch(rank=5, size=10, local_rank=1, local_size=2, init_method=f"tcp://gpu003:{port}")
     given(variables, {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1", "SLURM_GPUS_PER_TASK": "1"})
     assert find_launch() == Launch(rank=5, size=10, local_rank=1, local_size=1, init_method="tcp://elsewhere:1")
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("big1,gpu[003-004]", "big1"), ("r[01-02]n", "r01n")],
-)
-def test_first_node(nodes: str, first: str, variables: pytest.MonkeyPatch) -> None:
-    """The first node is parsed from every form of SLURM node list."""
-    given(variables, {**SRUN, "SLURM_STEP_NODELIST": nodes})
-    launch = find_launch()
-    assert launch is not None
-    assert launch.init_method.startswith(f"tcp://{first}:")
-
-
-@pytest.mark.parametrize("missing", ["SLURM_STEP_NUM_TASKS", "SLURM_PROCID"])
-def test_batch_script(missing: str, variables: pytest.MonkeyPatch) -> None:
-    """A program in a batch script without srun runs alone: its variables describe a job but no step."""
-    given(variables, {name: value for name, value in SRUN.items() if name != missing})
-    assert find_launch() is None
+    variables.delenv("MASTER_ADDR")
+    for nodes, first in (("big1,gpu[003-004]", "big1"), ("r[01-02]n", "r01n")):
+        variables.setenv("SLURM_STEP_NODELIST", nodes)
+        launch = find_launch()
+        assert launch is not None
+        assert launch.init_method == f"tcp://{first}:1"
+    # In a batch script without srun, the variables describe a job but no step.
+    for missing in ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"):
+        given(variables, SRUN)
+        variables.delenv(missing)
+        assert find_launch() is None
 
 
 def test_mpirun(variables: pytest.MonkeyPatch) -> None:
@@ -97,7 +89,7 @@ def test_name_of_a_launch(values: dict[str, str], name: str | None, variables: p
     assert launch_id() == name
 
 
-def test_gloo_is_sent_to_loopback(variables: pytest.MonkeyPatch) -> None:
+def test_gloo_uses_loopback(variables: pytest.MonkeyPatch) -> None:
     """Gloo uses the loopback interface."""
     variables.setenv("GLOO_SOCKET_IFNAME", "before")
     variables.setenv("NCCL_SOCKET_IFNAME", "before")

@@ -7,7 +7,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from anybatch.errors import WorldError
-from anybatch.parallel.control import signed, unsigned
+from anybatch.parallel.control import signed, verified
 from tests.parallel import worlds_in_processes as ranks_do
 from tests.ranks_fixture import Ranks
 
@@ -30,9 +30,16 @@ def test_an_exception_under_ddp_ends_all_ranks_with_status_1(tmp_path: Path) -> 
     assert [status for status, _ in ended] == [1, 1]
 
 
+@pytest.mark.slow
+def test_exit_abandons_pending_messages(tmp_path: Path) -> None:
+    """A message in flight at exit is abandoned before the interpreter shuts down; the exit status is 0."""
+    ended = ranks_do.run_two_ranks(ranks_do.ONE_SENDS_AT_EXIT, (tmp_path / "store").as_uri())
+    assert ended == [(0, "threads: ['MainThread']")] * 2
+
+
 def test_closing_does_not_wait_for_other_ranks(two_ranks: Ranks) -> None:
-    """A pending sum that another rank never joins does not block `close`."""
-    for before, after in two_ranks.run(ranks_do.closed_with_a_sum_under_way):
+    """A pending gather that another rank never joins does not block `close`."""
+    for before, after in two_ranks.run(ranks_do.closed_with_a_gather_under_way):
         assert after.within(before)
 
 
@@ -91,7 +98,7 @@ def test_a_closed_engine_leaves_no_group() -> None:
 def test_foreign_messages_are_refused() -> None:
     """A message with the right signature is accepted; one with a wrong secret, changed or truncated, is refused."""
     message = signed(b"weights", b"secret")
-    assert unsigned(message, b"secret") == b"weights"
+    assert verified(message, b"secret") == b"weights"
     for foreign in (signed(b"weights", b"guess"), message[:-1] + b"S", message[:8], b""):
         with pytest.raises(WorldError):
-            unsigned(foreign, b"secret")
+            verified(foreign, b"secret")

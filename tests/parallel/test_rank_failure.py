@@ -1,16 +1,10 @@
 """Ranks learn about another rank's failure from structured values, not from error text."""
 
-import os
-
 import pytest
-import torch
-from torch import nn
 
-import anybatch as ab
 from anybatch.errors import NonFiniteError, RankFailedError, WorldError
 from anybatch.parallel.rank_failure import RankFailure
 from anybatch.parallel.world import World
-from anybatch.testing import RankPool
 from tests.ranks_fixture import Ranks
 
 STEP = 3
@@ -23,8 +17,8 @@ def published() -> tuple[RankFailure | None, WorldError]:
     if world.rank == 1:
         world.publish_failure(NonFiniteError(AWKWARD), STEP)
     world.gather_numbers([0.0])  # until the failure is published
-    assert world.roll_call is not None
-    return world.published_failure(), world.roll_call.cause_of(RuntimeError("connection closed"))
+    assert world.call_tracker is not None
+    return world.published_failure(), world.call_tracker.cause_of(RuntimeError("connection closed"))
 
 
 def test_a_failure_is_published_as_a_value(two_ranks: Ranks) -> None:
@@ -57,30 +51,9 @@ def raised_together() -> tuple[str, int | None, str | None, str]:
     return type(error).__name__, None, None, str(error)
 
 
-def test_what_fails_together_carries_fields(two_ranks: Ranks) -> None:
+def test_shared_failures_have_fields(two_ranks: Ranks) -> None:
     """A rank whose function succeeded gets the failed rank and its error as fields."""
     assert two_ranks.run(raised_together) == [
         ("RankFailedError", 1, "ZeroDivisionError", AWKWARD),
         ("ZeroDivisionError", None, None, AWKWARD),
     ]
-
-
-def evaluate_or_die() -> int | None:
-    """Run on three ranks: rank 1 dies; the others call evaluate, which begins with a rendezvous in the store."""
-    with World.from_environment(device="cpu") as world:
-        model = nn.Linear(3, 1)
-        loss = ab.mean_over_samples(lambda model, batch: model(batch).square().mean())
-        engine = ab.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, world=world)
-        engine.step(torch.randn(2, 3, generator=torch.Generator().manual_seed(world.rank)))
-        if world.rank == 1:
-            os._exit(1)
-        with pytest.raises(RankFailedError) as caught:
-            engine.evaluate([torch.zeros(2, 3)])
-        return caught.value.rank
-
-
-@pytest.mark.slow
-def test_a_meeting_with_a_rank_that_is_gone() -> None:
-    """Ranks that wait for a rendezvous in the store learn within seconds which process has died."""
-    with RankPool(3, timeout_seconds=600) as pool:
-        assert [outcome.value for outcome in pool.outcomes(evaluate_or_die)[::2]] == [1, 1]

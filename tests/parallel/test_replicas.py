@@ -23,7 +23,7 @@ def test_any_changed_element_changes_the_digest(size: int, dtype: torch.dtype, d
 
 
 @sees(
-    "a digest does not see the order",
+    "a digest does not depend on the order",
     "src/anybatch/parallel/replicas.py",
     "_mix(words + positions * _ODD[0]).sum()",
     "_mix(words).sum()",

@@ -9,7 +9,7 @@ from anybatch.errors import UnsupportedTorchError
 from anybatch.parallel.torch_internals import HashStore, default_store, num_storage_users
 
 
-def test_the_store_is_the_group_s() -> None:
+def test_the_store_of_the_default_group() -> None:
     """The default group's store is returned; if torch hides it, training on several ranks is refused."""
     store = HashStore()
 
@@ -19,7 +19,7 @@ def test_the_store_is_the_group_s() -> None:
 
 
 def test_shared_memory_is_counted() -> None:
-    """A storage's users are the tensors that share it; without torch's count there is no answer."""
+    """A storage's users are the tensors that share it; without torch's count the result is None."""
     tensor = torch.zeros(3)
     assert num_storage_users(tensor.untyped_storage()) == 1
     view = tensor[1:]

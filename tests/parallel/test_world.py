@@ -1,16 +1,21 @@
 """The world: rank and size from the launcher's variables, and collectives of the control plane."""
 
 import dataclasses
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from anybatch.errors import RankFailedError, WorldError
-from anybatch.parallel.world import World, make_grid
+import anybatch as ab
+from anybatch.errors import ParameterError, RankFailedError, WorldError
+from anybatch.parallel.agreement import StepAgreement
+from anybatch.parallel.world import World
 from tests.faults import sees
+from tests.raising import raises
 from tests.ranks_fixture import Ranks
 
 
@@ -27,7 +32,7 @@ def test_without_a_launcher_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("variables", [{"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}])
-def test_half_a_launcher_is_refused(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_variables_are_refused(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Inconsistent variables are refused before any rank waits."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -37,38 +42,50 @@ def test_half_a_launcher_is_refused(variables: dict[str, str], monkeypatch: pyte
         World.from_environment(device="cpu")
 
 
-def gathered() -> tuple[int, int, list[list[float]], list[object], list[float]]:
-    """Run on every rank: gather numbers and objects, and start a sum."""
+def gathered() -> tuple[int, int, list[list[float]], list[object]]:
+    """Run on every rank: gather numbers and objects."""
     world = World.from_environment(device="cpu")
-    numbers = torch.tensor([world.rank, 1.0, -0.5], dtype=torch.float64)
-    work = world.start_sum(numbers)
-    if work is not None:
-        work.wait()
     mine = [world.rank / 3, 2.0**53]
-    return (
-        world.rank,
-        world.size,
-        world.gather_numbers(mine),
-        world.gather_objects({"rank": world.rank}),
-        numbers.tolist(),
-    )
+    return world.rank, world.size, world.gather_numbers(mine), world.gather_objects({"rank": world.rank})
 
 
 @sees(
-    "numbers that all ranks sum are not summed",
+    "messenger: rows overwrite earlier ones",
     "src/anybatch/parallel/control.py",
-    "self._messenger.start_sum(numbers)",
-    "self._messenger.start_sum(numbers.clone())",
+    "step.first_row * row_bytes : (step.first_row + step.num_rows) * row_bytes",
+    "0 : step.num_rows * row_bytes",
+    cases=["3-ranks"],
+)
+def test_all_ranks_gather_the_same_values(ranks: Ranks) -> None:
+    """Gathered numbers are float64 in rank order, and objects are exact."""
+    size = ranks.world_size
+    rows = [[other / 3, 2.0**53] for other in range(size)]
+    for rank, found in enumerate(ranks.run(gathered)):
+        assert found == (rank, size, rows, [{"rank": other} for other in range(size)])
+
+
+def agreed() -> tuple[list[float], list[bool]]:
+    """Run on every rank: send numbers and flags with the message of a step."""
+    world = World.from_environment(device="cpu")
+    numbers = torch.tensor([world.rank, 1.0, -0.5], dtype=torch.float64)
+    agreement = StepAgreement(numbers, [False, world.rank == 0, True], world)
+    agreement.start()
+    sums, flags = agreement.wait()
+    return sums.tolist(), flags
+
+
+@sees(
+    "numbers of all ranks are not summed",
+    "src/anybatch/parallel/agreement.py",
+    "total + x for total, x",
+    "x for total, x",
     cases=["2-ranks"],
 )
-def test_everybody_learns_what_everybody_said(ranks: Ranks) -> None:
-    """Gathered numbers are float64 in rank order; objects and sums are exact."""
+def test_numbers_are_summed_and_flags_joined(ranks: Ranks) -> None:
+    """The message of a step sums numbers over ranks, and a flag that one rank has set is set on all."""
     size = ranks.world_size
-    for rank, found in enumerate(ranks.run(gathered)):
-        assert found[:2] == (rank, size)
-        assert found[2] == [[other / 3, 2.0**53] for other in range(size)]
-        assert found[3] == [{"rank": other} for other in range(size)]
-        assert found[4] == [sum(range(size)), size, -0.5 * size]
+    expected = [float(sum(range(size))), size, -0.5 * size], [False, True, True]
+    assert ranks.run(agreed) == [expected] * size
 
 
 def broken() -> list[str]:
@@ -82,7 +99,7 @@ def broken() -> list[str]:
     return said
 
 
-def test_only_what_torch_raises_counts_as_broken(two_ranks: Ranks) -> None:
+def test_only_errors_of_torch_count_as_broken(two_ranks: Ranks) -> None:
     """A RuntimeError in a collective means that another rank failed; out of memory and other errors stay unchanged."""
     for collective, memory, own in two_ranks.run(broken):
         assert collective.startswith(RankFailedError.__name__)
@@ -107,7 +124,7 @@ def unpicklable() -> str:
 
 
 def test_a_value_that_cannot_be_pickled_is_not_blamed_on_another_rank(two_ranks: Ranks) -> None:
-    """The rank that cannot pickle its value gets that error, at once."""
+    """The rank that cannot pickle its value gets that error immediately."""
     assert two_ranks.run(unpicklable) == ["RuntimeError: this value cannot be pickled"] * 2
 
 
@@ -124,14 +141,14 @@ def test_ranks_need_no_numpy(three_ranks: Ranks) -> None:
     assert three_ranks.run(gathered_without_numpy) == [expected] * 3
 
 
-@pytest.mark.parametrize(
-    "told", [[(0, (0, 1)), (1, (0, 1)), (0, (2,))], [(0, (0, 1)), (1, (0, 1)), (0, (0, 1)), (1, (0, 1))]]
-)
-def test_dimensions_that_are_no_mesh_are_refused(told: list[tuple[int, tuple[int, ...]]]) -> None:
-    """Dimensions that do not form one mesh are refused, because gradients of different parts would be summed."""
-    mesh: Any = None
-    with pytest.raises(WorldError):
-        make_grid(0, mesh, told)
-    crossed = [(0, (0, 3)), (0, (1, 2)), (1, (1, 2)), (1, (0, 3))]  # the mesh [[0, 1], [3, 2]]
-    assert make_grid(2, mesh, crossed).model_groups == ((0, 1), (3, 2))
-    assert [make_grid(process, mesh, crossed).data_group for process in range(4)] == [0, 1, 1, 0]
+def tensor_parallel() -> None:
+    """Run on every rank: build an engine around a model whose layers are split over the ranks."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), {"0": ColwiseParallel()})
+    with raises(ParameterError, "split_parameter"):
+        ab.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), ab.mean_over_samples(torch.mean))
+
+
+def test_tensor_parallel_parameters_are_refused(two_ranks: Ranks) -> None:
+    """Ranks that run one model together would get different samples, so a split layer is refused."""
+    two_ranks.run(tensor_parallel)

@@ -88,16 +88,16 @@ def around_ten(use: Callable[[], ab.Engine | None]) -> tuple[Holdings, Holdings]
     return before, after
 
 
-def closed_with_a_sum_under_way() -> tuple[Holdings, Holdings]:
-    """Run on two ranks: the first starts a sum that the second does not join before the first has closed."""
+def closed_with_a_gather_under_way() -> tuple[Holdings, Holdings]:
+    """Run on two ranks: the first starts a gather that the second does not join before the first has closed."""
     before, former = holdings(), set(threading.enumerate())
     world, other = ab.World.from_environment(device="cpu"), ab.World.from_environment(device="cpu")
     if world.rank == 0:
-        world.start_sum(torch.ones(3, dtype=torch.float64))
+        world.start_gather(b"row")
         world.close()
         # The other rank does not join, and this one has continued anyway.
         assert sum(one.name == "anybatch messages" for one in threading.enumerate()) == 2
-    other.gather_numbers([1.0])  # the second rank would hang here if closing waited for the sum
+    other.gather_numbers([1.0])  # the second rank would hang here if closing waited for the gather
     world.close()
     other.close()
     # The first rank's group ends once the second has left, which may take long on a busy machine.
@@ -126,7 +126,7 @@ def refused_when_closed() -> list[str]:
     world.close()
     world.close()
     said = []
-    for ask in (lambda: world.gather_numbers([1.0]), lambda: world.start_sum(torch.ones(1))):
+    for ask in (lambda: world.gather_numbers([1.0]), lambda: world.start_gather(b"row")):
         with pytest.raises(WorldError) as caught:
             ask()
         said.append(f"{type(caught.value).__name__}: {caught.value}")
@@ -214,6 +214,17 @@ for batch in ab.batches(samples, effective_batch_size=8, steps=3):
     if engine.num_steps == 2 and os.environ["RANK"] == "1":
         raise ValueError("mine")
     engine.step(batch)
+"""
+
+
+ONE_SENDS_AT_EXIT = """
+import atexit, os, threading
+atexit.register(lambda: print("threads:", [one.name for one in threading.enumerate()]))
+import torch
+import anybatch as ab
+world = ab.World.from_environment(device="cpu")
+if world.rank == 0:
+    started = world.start_gather(b"row")  # in which the other rank takes no part
 """
 
 

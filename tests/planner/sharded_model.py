@@ -12,8 +12,8 @@ from anybatch.memory.ledger import MemoryLedger
 from anybatch.parallel.fsdp import FSDP
 from anybatch.parallel.sharding import Sharding
 from anybatch.parallel.strategy import Strategy
-from anybatch.planner.trace.fake_ranks import resizes_booked
-from anybatch.planner.trace.step_spec import StepSpec
+from anybatch.planner.fake_ranks import recorded_resizes
+from anybatch.planner.step_spec import StepSpec
 from tests.planner.step_specs import step_spec
 
 Tokens = tuple[torch.Tensor, torch.Tensor]
@@ -112,10 +112,10 @@ def hold_for_real(micro_batch_size: int, name: str) -> Held:
             engine.step(batch)
         ledger = MemoryLedger()
         for category, tensors in engine.resident_tensors().items():
-            ledger.hold(category, tensors)
-        ledger.hold("inputs", batch)
+            ledger.categorize(category, tensors)
+        ledger.categorize("inputs", batch)
         start = ledger.num_events
-        with resizes_booked(ledger), ledger:
+        with recorded_resizes(ledger), ledger:
             engine.step(batch)
         trace = ledger.trace()
         ledger.forget()

@@ -8,7 +8,7 @@ from torch import nn
 
 from anybatch.engine.arguments import TrainSpec
 from anybatch.engine.user_code import Model
-from anybatch.planner.trace.step_spec import StepSpec
+from anybatch.planner.step_spec import StepSpec
 
 _TRAINED = {field.name for field in dataclasses.fields(TrainSpec)}
 

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from anybatch.memory.ledger import MemoryLedger
+from anybatch.planner.cuda_emulation import POLICIES, Profile, allocating_as, choose_foreach
 from anybatch.planner.torch_internals import registered_operations
-from anybatch.planner.trace.cuda_emulation import POLICIES, Profile, allocating_as, choose_foreach
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -21,7 +21,7 @@ def registrations() -> dict[str, str]:
     return {name: torch._C._dispatch_dump(f"aten::{name}") for name in sorted(names)}  # noqa: SLF001 (its only name)
 
 
-def test_autocast_is_as_before_afterwards() -> None:
+def test_autocast_is_restored() -> None:
     """Every kernel in autocast's lists is restored after the profile, also after an error in it."""
     before = registrations()
     within: list[dict[str, str]] = []
@@ -90,7 +90,7 @@ def kept_bytes(function: Function, profile: Profile) -> int:
         (lambda x: functional.rms_norm(x.bfloat16().relu(), (32,)), 2 + 4 / 32, 2 + 4 + 4 / 32),
     ],
 )
-def test_kernels_keep_what_cudas_keep(function: Function, on_cuda: float, on_cpu: float) -> None:
+def test_kernels_save_the_tensors_of_cudas(function: Function, on_cuda: float, on_cpu: float) -> None:
     """Saved bytes per value: dropout saves one for its mask, attention and RMS norm save four per row of 32."""
     number = 8 * 2 * 16 * 32
 
@@ -108,7 +108,7 @@ def test_attention_with_dropout_keeps_no_scores_on_cuda() -> None:
     assert kept_bytes(attend, "cpu") > 4 * 8 * 2 * 16 * 16
 
 
-def test_optimizers_work_on_all_parameters_at_once_only_where_they_would() -> None:
+def test_foreach_is_set_as_on_cuda() -> None:
     """An unset `foreach` becomes True on CUDA and stays unset on a CPU; an explicit choice, and fused, stay."""
     weights = [nn.Parameter(torch.zeros(2))]
     made = {

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,17 @@ from anybatch.core.collectives import Link, ring_all_gather, ring_all_reduce
 from anybatch.core.geometry import SecondsFit
 from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import PlanError, UserError
-from anybatch.parallel.control import ControlGroup, PendingMessage
+from anybatch.parallel.control import ControlGroup, Message
 from anybatch.planner.forecast import (
     GLOO_THREADS,
-    ControlMessages,
     _sharded_micro_batch,
     all_reduce_seconds,
+    control_bytes,
     expected_maximum,
     forecast,
     time_one_rank,
 )
 from anybatch.planner.forecast_report import (
-    CONTROL_LATENCY_SECONDS,
     USEFUL_GAIN,
     Algorithm,
     Cluster,
@@ -162,7 +162,7 @@ def test_sharded_blocks_by_hand() -> None:
     assert (computed, end) == (14.0, 6.0 + 4 * 3.0)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 8, 64, 512])
+@pytest.mark.parametrize("num_ranks", [1, 8, 512])
 def test_the_slowest_of_many(num_ranks: int) -> None:
     """Blom's approximation matches the mean of drawn maxima, within the error of drawing."""
     draw = random.Random(0)
@@ -188,22 +188,9 @@ def test_the_largest_useful_world() -> None:
     assert slow.largest_useful == min(size for size, gain in gains.items() if gain < USEFUL_GAIN)
 
 
-def test_accumulating_and_buckets() -> None:
-    """More accumulation hides more of a slow network; one bucket overlaps nothing, many small ones pay latency."""
-    cluster = Cluster(link=Link(2e-5, 1.25e9), control_link=FREE, algorithm="ring")
-    report = forecast(WORKLOAD, cluster, world_size=64)
-    efficiencies = [one.efficiency for one in report.accumulation]
-    by_bucket = {one.value: one.step_seconds for one in report.bucket}
-
-    assert efficiencies == sorted(efficiencies)
-    assert by_bucket[25] < by_bucket[400]
-    assert by_bucket[25] < by_bucket[1]
-
-
 def test_the_control_plane_is_in_the_step() -> None:
-    """Control messages add one latency per round: 11 for the sum over 1,024 ranks, and 11 for gathering counts."""
+    """Control messages add one latency per round: 11 for the end of a step on 1,024 ranks, 11 for counts."""
     cluster = Cluster(link=Link(0.0, 50e9), control_link=Link(30e-6, 1e12))
-    control = ControlMessages.of(100, counts_need_data=True)
     rows = [
         forecast(
             dataclasses.replace(WORKLOAD, counts_need_data=needs, gradient_bytes=4), cluster, world_size=1024
@@ -211,21 +198,8 @@ def test_the_control_plane_is_in_the_step() -> None:
         for needs in (False, True)  # gradients that hide nothing
     ]
 
-    assert control.agreement_bytes == 8 * (1 + 100 + 2 + 8)
-    assert control.agreement_seconds(1024, cluster.control) == pytest.approx(11 * 30e-6, rel=0.01)
-    assert control.count_seconds(1024, cluster.control) == pytest.approx(11 * 30e-6, rel=0.01)
     assert rows[0].control_seconds == pytest.approx(11 * 30e-6, rel=0.02)
     assert rows[1].control_seconds == pytest.approx(22 * 30e-6, rel=0.02)
-
-
-@given(doublings=st.integers(0, 13), num_parameters=st.integers(1, 1000))
-def test_the_control_plane_grows_with_the_logarithm(doublings: int, num_parameters: int) -> None:
-    """Doubling the ranks adds one latency; on 1,000 ranks each message takes under 1% of a 200 ms step."""
-    control, link = ControlMessages.of(num_parameters, counts_need_data=True), Link(CONTROL_LATENCY_SECONDS, 1e12)
-    seconds = control.agreement_seconds(2**doublings, link), control.agreement_seconds(2 ** (doublings + 1), link)
-
-    assert seconds[1] - seconds[0] <= (2.01 if doublings == 0 else 1.01) * link.latency_seconds
-    assert max(control.agreement_seconds(1000, link), control.count_seconds(1000, link)) < 0.01 * 0.2
 
 
 @pytest.mark.parametrize("size", [1, 2, 32])
@@ -264,8 +238,8 @@ def test_the_parts_of_one_rank(size: int) -> None:
         time_one_rank(job, size, clock=lambda: now[0])
 
 
-def control_bytes_of_a_step(counts_need_data: bool) -> tuple[dict[str, int], int]:
-    """Run on every rank: return the bytes of each control collective in the third step, and the parameters."""
+def control_bytes_of_a_step(counts_need_data: bool) -> tuple[list[int], int]:
+    """Run on every rank: return the bytes of each control message in the third step, and the parameters."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
@@ -275,19 +249,15 @@ def control_bytes_of_a_step(counts_need_data: bool) -> tuple[dict[str, int], int
     declared = ab.mean_over(loss, lambda batch: len(batch["x"])) if counts_need_data else ab.mean_over_samples(loss)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = [{"x": torch.randn(3), "y": torch.tensor(number % 2)} for number in range(12)]
-    sent: dict[str, int] = {}
-    last: dict[str, int] = {}
-    plain = ControlGroup.start_sum, ControlGroup.gather
+    sent: list[int] = []
+    last: list[int] = []
+    plain = ControlGroup.start
 
-    def start_sum(group: ControlGroup, numbers: torch.Tensor) -> PendingMessage:
-        sent["sum"] = sent.get("sum", 0) + numbers.nbytes
-        return plain[0](group, numbers)
+    def start(group: ControlGroup, mine: bytes) -> Message:
+        sent.append(len(mine))
+        return plain(group, mine)
 
-    def gather(group: ControlGroup, mine: bytes) -> list[bytearray]:
-        sent["gather"] = sent.get("gather", 0) + len(mine)
-        return plain[1](group, mine)
-
-    ControlGroup.start_sum, ControlGroup.gather = start_sum, gather  # type: ignore[method-assign, assignment]
+    ControlGroup.start = start  # type: ignore[method-assign, assignment]
     try:
         with ab.Engine(
             model, optimizer, declared, micro_batch_size=2, strategy="all_reduce", check_loss=False
@@ -295,22 +265,21 @@ def control_bytes_of_a_step(counts_need_data: bool) -> tuple[dict[str, int], int
             for batch in ab.batches(data, effective_batch_size=4, steps=3):
                 sent.clear()
                 engine.step(batch)
-                last = dict(sent)
+                last = list(sent)
     finally:
-        ControlGroup.start_sum, ControlGroup.gather = plain  # type: ignore[method-assign]
+        ControlGroup.start = plain  # type: ignore[method-assign]
     return last, len(list(model.parameters()))
 
 
 @pytest.mark.parametrize("counts_need_data", [False, True])
-def test_the_engine_sends_what_is_forecast(counts_need_data: bool, two_ranks: Ranks) -> None:
-    """The number of bytes in each control collective of a step matches the forecast."""
+def test_message_sizes_match_the_forecast(counts_need_data: bool, two_ranks: Ranks) -> None:
+    """The number of bytes in each control message of a step matches the forecast."""
     for sent, num_parameters in two_ranks.run(control_bytes_of_a_step, counts_need_data):
-        said = ControlMessages.of(num_parameters, counts_need_data=counts_need_data)
-        expected = {"sum": said.agreement_bytes, "gather": said.count_bytes}
-        assert sent == {name: size for name, size in expected.items() if size}
+        forecast_bytes = control_bytes(num_parameters, counts_need_data=counts_need_data)
+        assert sent == [size for size in forecast_bytes if size]
 
 
-def test_strategies_send_what_they_do() -> None:
+def test_forecasts_depend_on_the_strategy() -> None:
     """zero1 shards the update and gathers weights after it; fsdp gathers in every micro-batch."""
     workload = dataclasses.replace(WORKLOAD, update_seconds=0.064, accumulation_steps=4)
     rows = {
@@ -326,14 +295,7 @@ def test_strategies_send_what_they_do() -> None:
     assert each.step_seconds > rows["fsdp"].step_seconds + 3 * gather
 
 
-def test_hosts_share_their_link() -> None:
-    """Eight devices of one host reduce within it; two such hosts use the link between them."""
-    cluster = Cluster(link=SLOW.link, inner_link=Link(0.0, 1e12), devices_per_host=8, algorithm="ring")
-    assert all_reduce_seconds(cluster, 1e8, 8) == pytest.approx(ring_all_reduce(1e8, 8, Link(0.0, 1e12)))
-    assert all_reduce_seconds(cluster, 1e8, 16) > ring_all_reduce(1e8, 2, SLOW.link)
-
-
-def test_what_was_not_measured_is_said() -> None:
+def test_unmeasured_assumptions_are_listed() -> None:
     """A forecast lists which of its assumptions were never measured: none for gloo's ring on three replicas."""
     gloo = Cluster(link=SLOW.link, algorithm="gloo")
     assert forecast(WORKLOAD, gloo, world_size=3).unvalidated == ()
@@ -358,22 +320,26 @@ def test_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"micro_batch_size": 0}, {"variation": -1.0}, {"backward_share": 1.5}, {"micro_batch": SecondsFit(0.0, 0.0)}],
+    "make",
+    [
+        lambda: dataclasses.replace(WORKLOAD, micro_batch_size=0),
+        lambda: dataclasses.replace(WORKLOAD, variation=-1.0),
+        lambda: dataclasses.replace(WORKLOAD, backward_share=1.5),
+        lambda: dataclasses.replace(WORKLOAD, micro_batch=SecondsFit(0.0, 0.0)),
+        lambda: Cluster(link=FREE, devices_per_host=8),
+        lambda: Cluster(link=FREE, inner_link=FREE, devices_per_host=8, algorithm="gloo"),
+        lambda: forecast(WORKLOAD, FAST, strategy="horovod"),  # type: ignore[arg-type]
+        lambda: forecast(WORKLOAD, FAST, world_size=1),
+    ],
 )
-def test_refused_workloads(change: dict[str, Any]) -> None:
-    """Values out of range raise."""
+def test_refused(make: Callable[[], object]) -> None:
+    """Values out of range, devices on a host without an inner link or with gloo, and unknown strategies raise."""
     with pytest.raises(UserError):
-        dataclasses.replace(WORKLOAD, **change)
+        make()
 
 
-def test_refused_clusters() -> None:
-    """Raise for devices on a host without an inner link, for hosts with gloo, and for unknown strategies."""
-    with pytest.raises(UserError):
-        Cluster(link=FREE, devices_per_host=8)
-    with pytest.raises(UserError):
-        Cluster(link=FREE, inner_link=FREE, devices_per_host=8, algorithm="gloo")
-    with pytest.raises(UserError):
-        forecast(WORKLOAD, FAST, strategy="horovod")  # type: ignore[arg-type]
-    with pytest.raises(UserError):
-        forecast(WORKLOAD, FAST, world_size=1)
+def test_hosts_share_their_link() -> None:
+    """Eight devices of one host reduce within it; two such hosts use the link between them."""
+    cluster = Cluster(link=SLOW.link, inner_link=Link(0.0, 1e12), devices_per_host=8, algorithm="ring")
+    assert all_reduce_seconds(cluster, 1e8, 8) == pytest.approx(ring_all_reduce(1e8, 8, Link(0.0, 1e12)))
+    assert all_reduce_seconds(cluster, 1e8, 16) > ring_all_reduce(1e8, 2, SLOW.link)

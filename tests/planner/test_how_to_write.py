@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from anybatch.planner.budget import budget_of
-from anybatch.planner.changes import all_changes, code_of, named_change, sharded_in_bfloat16
+from anybatch.planner.changes import code_of, named_change, sharded_in_bfloat16
 from anybatch.planner.plan import make_plan
-from anybatch.planner.stand_ins import linear_names
 from tests.planner.test_combinations import Net, adamw, spec_of
 
 
@@ -39,7 +37,7 @@ def test_the_engine_is_made_last_and_once() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_strategy_is_written_as_it_is_planned(precision: str) -> None:
+def test_written_strategies_match_the_plan(precision: str) -> None:
     """The lines spell out FSDP with bf16 gathers as planned under bf16; in float32 they use its name."""
     planned = sharded_in_bfloat16 if precision == "bf16" else "fsdp"
     names: dict[str, Any] = {"torch": torch, "ab": SimpleNamespace(Engine=lambda *_, **given: given)}
@@ -51,32 +49,6 @@ def test_a_strategy_is_written_as_it_is_planned(precision: str) -> None:
     else:
         assert type(written) is type(planned())
         assert vars(written)["_sharding"] == vars(planned())["_sharding"]
-
-
-def test_only_models_that_a_library_loads_in_four_bits_have_such_a_base() -> None:
-    """A user's own model gets adapters on a bf16 base but not on a 4-bit one, which no library can load."""
-    names = set(all_changes(spec_of()))
-
-    assert "LoRA of rank 16" in names
-    assert not any("4 bits" in name for name in names)
-
-
-class Nested(nn.Module):
-    """Nested blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outer = nn.ModuleList(Net() for _ in range(2))
-
-
-def test_layers_of_blocks_in_blocks_are_named_once() -> None:
-    """The names written let peft find every linear layer of nested blocks exactly once."""
-    model = Nested()
-    names = linear_names(model)
-
-    of_blocks = {name for name, one in model.named_modules() if type(one) is nn.Linear}
-    assert {name for name in of_blocks if any(name == one or name.endswith(f".{one}") for one in names)} == of_blocks
-    assert not [(one, other) for one in names for other in names if one.endswith(f".{other}")]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import anybatch as ab
 from anybatch.errors import PlanError
 from anybatch.planner.budget import budget_of
 from anybatch.planner.plan import make_plan
-from anybatch.planner.trace.step_spec import built
+from anybatch.planner.step_spec import built
 from anybatch.planner.verification import verify
 from tests.planner.step_specs import changed, step_spec
 
@@ -35,7 +35,7 @@ SPEC = step_spec(
 )
 
 
-def test_a_plan_is_what_a_step_takes() -> None:
+def test_a_plan_matches_a_step() -> None:
     """The planned memory matches the measured memory of a step, and both are printed."""
     plan = make_plan(SPEC, budget_of("cpu:1MiB"), 512, proposals=False)
 
@@ -47,7 +47,7 @@ def test_a_plan_is_what_a_step_takes() -> None:
     assert "measured" in str(found)
 
 
-def test_a_wrong_plan_is_seen() -> None:
+def test_a_wrong_plan_is_detected() -> None:
     """Verification detects a plan for another model."""
     plan = make_plan(SPEC, budget_of("cpu:1MiB"), 512, proposals=False)
     wider = changed(SPEC, model=lambda: nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 4)))
@@ -57,7 +57,7 @@ def test_a_wrong_plan_is_seen() -> None:
     assert found.measured_bytes > 1.5 * found.planned_bytes
 
 
-def test_what_cannot_be_verified() -> None:
+def test_plans_that_cannot_be_verified() -> None:
     """Specs with several ranks, or with a model that already exists, raise."""
     plan = make_plan(SPEC, budget_of("cpu:1MiB"), 512, proposals=False)
     model = net()
@@ -67,5 +67,5 @@ def test_what_cannot_be_verified() -> None:
         built(SPEC)[0],
         changed(SPEC, model=lambda: model, optimizer=torch.optim.SGD(model.parameters())),
     ):
-        with pytest.raises(PlanError, match="plan it that way"):
+        with pytest.raises(PlanError, match="Plan it that way"):
             verify(spec, plan.baseline, "cpu")

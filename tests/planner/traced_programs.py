@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from anybatch.memory.trace import Allocation, Category, MemoryTrace, Phase
 
-Coefficients = tuple[int, int, int]
-"""A size is `a + b m + c m (m - 1) / 2`."""
+Coefficients = tuple[int, int]
+"""A size is `a + b m`."""
 
 
 def size_at(coefficients: Coefficients, m: int) -> int:
     """Return the bytes of an allocation."""
-    constant, slope, curvature = coefficients
-    return constant + slope * m + curvature * (m * (m - 1) // 2)
+    constant, slope = coefficients
+    return constant + slope * m
 
 
 def trace_of(program: list[tuple[Coefficients, int]], m: int) -> MemoryTrace:
@@ -49,15 +49,10 @@ def held_after_each_event(trace: MemoryTrace) -> list[int]:
     return counted
 
 
-def programs(curvature: st.SearchStrategy[int]) -> st.SearchStrategy[list[tuple[Coefficients, int]]]:
+def programs() -> st.SearchStrategy[list[tuple[Coefficients, int]]]:
     """Return a strategy of programs with at least one allocation; some are never freed."""
-    sizes = st.tuples(st.integers(0, 5000), st.integers(0, 900), curvature)
+    sizes = st.tuples(st.integers(0, 5000), st.integers(0, 900))
     return st.lists(st.tuples(sizes, st.integers(0, 12)), min_size=1, max_size=25)
-
-
-def affine_programs() -> st.SearchStrategy[list[tuple[Coefficients, int]]]:
-    """Return a strategy of programs whose sizes are affine."""
-    return programs(st.just(0))
 
 
 def largest_by_trying(peak: Callable[[int], int], budget_bytes: int, most: int) -> int:

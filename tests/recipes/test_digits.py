@@ -1,6 +1,5 @@
 """The recipe "digits": its data, its model, and that it learns."""
 
-import dataclasses
 import importlib
 from collections import Counter
 from types import ModuleType
@@ -9,15 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import default_collate
 
-from anybatch.core.batch import Placement
 from anybatch.core.run_config import RunConfig
-from anybatch.core.splitting import Cut
-from anybatch.recipes.digits import Digits, Network, digits, loss
+from anybatch.recipes.digits import Digits, digits
 from anybatch.recipes.start import start
-from anybatch.testing.gradients import assert_same_gradients
 from tests.extras import skip_without
 
 skip_without("sklearn", "anybatch[recipes]")
@@ -29,19 +23,13 @@ def datasets() -> ModuleType:
     return importlib.import_module("sklearn.datasets")
 
 
-def doubled(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Collate samples into float64 images."""
-    batch: dict[str, torch.Tensor] = default_collate(samples)
-    return batch | {"image": batch["image"].double()}
-
-
 def counted(*splits: Digits) -> Counter[tuple[Any, ...]]:
     """Return how often each labeled image is in these splits."""
     pairs = [pair for split in splits for pair in zip(split.images, split.labels, strict=True)]
     return Counter((*(16 * image).int().flatten().tolist(), int(label)) for image, label in pairs)
 
 
-def test_the_split_is_whole_and_fixed(datasets: ModuleType) -> None:
+def test_the_split_is_complete_and_fixed(datasets: ModuleType) -> None:
     """Each of the 1,797 images is in exactly one fixed split, with 36 of each digit held out."""
     train, held_out = Digits("train"), Digits("held_out")
     assert (len(train), len(held_out)) == (1437, 360)
@@ -67,20 +55,6 @@ def test_shifts_are_moves_by_at_most_a_pixel() -> None:
         seen.add(place)
     assert seen == set(range(9))
     assert torch.equal(plain[5]["image"], plain.images[5])
-
-
-def test_any_cut_is_exact() -> None:
-    """In float64 the gradient matches the plain loop at any micro-batch size."""
-    job = dataclasses.replace(digits(), model=lambda: Network().double(), collate=doubled)
-    whole, cut = (start(job, RunConfig(effective_batch_size=50, steps=1, micro_batch_size=size)) for size in (50, 7))
-    (batch,) = whole.batches
-    (samples,) = Placement(Cut(), 1, 0).micro_batches(batch)
-    model = whole.engine.model
-    assert isinstance(model, nn.Module)
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    plain = dict(zip(names, torch.autograd.grad(loss(model, samples), parameters), strict=True))
-    assert_same_gradients(whole.engine.gradients(batch), plain)
-    assert_same_gradients(cut.engine.gradients(next(iter(cut.batches))), plain)
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def test_padded_and_packed_give_one_gradient(texts: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_saved_model_is_taken(texts: Path, tmp_path: Path) -> None:
+def test_a_saved_model_is_loaded(texts: Path, tmp_path: Path) -> None:
     """A folder with weights and a tokenizer is loaded as the model to train and its tokenizer."""
     tokenizers = pytest.importorskip("tokenizers")
     transformers.utils.logging.disable_progress_bar()  # whose thread would stay alive
@@ -73,7 +73,7 @@ def test_a_saved_model_is_taken(texts: Path, tmp_path: Path) -> None:
     assert {int(token) for sample in job.dataset() for token in sample["input_ids"]} == {0, 2}
 
 
-def test_a_plan_is_of_the_longest_sample(texts: Path) -> None:
+def test_a_plan_uses_the_longest_sample(texts: Path) -> None:
     """A plan uses the longest sample, not the first."""
     job = finetune(folder=texts, longest=40)
     sample = subject_of_job(job).sample

@@ -61,6 +61,11 @@ def test_valid(changes: dict[str, Any]) -> None:
     assert job(**changes).defaults.effective_batch_size == 2
 
 
+class EmptyLoss(ParameterLoss):
+    def __len__(self) -> int:
+        return 0
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "code"),
     [
@@ -73,28 +78,18 @@ def test_valid(changes: dict[str, Any]) -> None:
         ({"dataset": lambda split: [split]}, DataError, "wrong_arguments"),
         ({"loss": "mse"}, LossError, "not_a_loss"),
         ({"loss": ab.mean_over_samples(ParameterLoss())}, LossError, "loss_has_parameters"),
+        ({"loss": ab.mean_over_samples(EmptyLoss())}, LossError, "loss_has_parameters"),
         ({"collate": lambda: None}, DataError, "wrong_arguments"),
         ({"scheduler": lambda optimizer: optimizer}, ParameterError, "wrong_arguments"),
         ({"evaluate": mean_square}, UserError, "wrong_type"),
         ({"defaults": {"epochs": 1}}, UserError, "wrong_type"),
         ({"defaults": ab.RunConfig(effective_batch_size=2)}, UserError, "missing_default"),
+        (lambda: ab.Evaluation(dataset=torch.zeros(2)), DataError, "already_made"),  # type: ignore[arg-type]
+        (lambda: ab.Evaluation(dataset=list, metric="accuracy"), LossError, "already_made"),  # type: ignore[arg-type]
+        (lambda: ab.Evaluation(dataset=list, effective_batch_size=0), BatchSizeError, "not_a_whole_number"),
     ],
 )
-def test_refused(changes: dict[str, Any], error: type[UserError], code: str) -> None:
-    """Objects instead of functions, and functions with other arguments, are refused."""
+def test_refused(changes: Any, error: type[UserError], code: str) -> None:
+    """Objects instead of functions, and functions with other arguments, are refused, in an evaluation too."""
     with raises(error, code):
-        job(**changes)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "code"),
-    [
-        ({"dataset": torch.zeros(2)}, DataError, "already_made"),
-        ({"dataset": list, "metric": "accuracy"}, LossError, "already_made"),
-        ({"dataset": list, "effective_batch_size": 0}, BatchSizeError, "not_a_whole_number"),
-    ],
-)
-def test_evaluation(arguments: dict[str, Any], error: type[UserError], code: str) -> None:
-    """An evaluation is validated like a job."""
-    with raises(error, code):
-        ab.Evaluation(**arguments)
+        changes() if callable(changes) else job(**changes)

@@ -28,7 +28,7 @@ def rank_times(rank: int, **changed: Any) -> RankTimes:
     compute, waiting = changed.pop("compute", COMPUTE), changed.pop("waiting", 0.0)
     slowest = changed.pop("slowest", compute)
     reduction, four = changed.pop("reduction", MESSAGES), changed.pop("four_buckets", MESSAGES)
-    larger, compressed = changed.pop("larger", None), changed.pop("compressed", None)
+    larger = changed.pop("larger", None)
     own = {"compute": compute, "update": UPDATE}
     kinds = {
         CURRENT: steps(slowest + UPDATE + reduction, **own),
@@ -37,14 +37,11 @@ def rank_times(rank: int, **changed: Any) -> RankTimes:
     }
     if larger is not None:
         kinds["larger"] = steps(larger + UPDATE + reduction, compute=larger, update=UPDATE)
-    if compressed is not None:
-        kinds["compressed"] = steps(slowest + UPDATE + compressed, **own)
     alone: tuple[RankSeconds, ...] = ()
     if rank == 0:
         kinds[ALONE] = steps(2 * COMPUTE + UPDATE, compute=2 * COMPUTE, update=UPDATE)
         alone = steps(2 * COMPUTE + UPDATE + 2 * waiting, load=2 * waiting)
     values: dict[str, Any] = {
-        "rank": rank,
         "steps": kinds,
         "loading": steps(slowest + UPDATE + reduction + waiting, load=waiting),
         "loading_alone": alone,

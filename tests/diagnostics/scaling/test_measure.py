@@ -13,13 +13,12 @@ from anybatch.data.batches import Batches
 from anybatch.diagnostics.repeated_steps import without_reduction
 from anybatch.diagnostics.scale import measure_scaling, scale_on_ranks
 from anybatch.diagnostics.scaling_ranks import (
-    USUAL_SIZES,
+    DEFAULT_BUCKET_SIZES,
+    RankMeasurement,
     RankTimes,
     RunSettings,
-    ScaleRequest,
     bucket_cuts,
     buckets_of,
-    measure_ranks,
 )
 from anybatch.diagnostics.step_times import PhaseClock
 from anybatch.engine.arguments import TrainSpec
@@ -35,24 +34,10 @@ NUM_SAMPLES, MICRO_BATCH_SIZE = 14, 3
 RATE = 0.1
 
 
-class Model(torch.nn.Module):
-    """Two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = torch.nn.Sequential(torch.nn.Linear(5, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return one value for each row."""
-        found: torch.Tensor = self.layers(x)
-        return found
-
-
-def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Return the mean square."""
-    found: torch.Tensor = model(batch).square().mean()
-    return found
+def model() -> nn.Sequential:
+    """Return two layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1)).double()
 
 
 def samples() -> torch.Tensor:
@@ -63,9 +48,9 @@ def samples() -> torch.Tensor:
 def train() -> TrainSpec:
     """Return the spec of the training."""
     return TrainSpec(
-        model=Model(),
+        model=model(),
         optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=RATE),
-        loss=ab.mean_over_samples(loss),
+        loss=ab.mean_over_samples(lambda layers, batch: layers(batch).square().mean()),
         measure_gradient_norm=False,
     )
 
@@ -81,11 +66,13 @@ def data(*, steps: int) -> Any:
     return partial(batches, steps=steps)
 
 
-def request(**changed: Any) -> ScaleRequest:
-    """Return a short request."""
+def measured(**changed: Any) -> list[RankTimes]:
+    """Run short measurements on every rank; return the results of all of them."""
     settings = RunSettings(micro_batch_size=MICRO_BATCH_SIZE, bucket_bytes=1)
-    values: dict[str, Any] = {"train": train, "data": data, "settings": settings, "most_seconds": 0.01, "device": "cpu"}
-    return ScaleRequest(**values | changed)
+    options = {"settings": settings, "bucket_sizes": None, "max_seconds": 0.01, "tell": None} | changed
+    with World.from_environment(device="cpu") as world:
+        found: list[RankTimes] = world.gather_objects(RankMeasurement(world, train, data, **options).times())
+    return found
 
 
 def note_in(file: Path, words: str) -> None:
@@ -102,7 +89,7 @@ def test_a_step_without_reduction_is_a_ranks_own_share(rank: int) -> None:
     with Engine.from_spec(spec, hardware) as engine:
         engine.step(next(iter(batches(0, steps=1))))
 
-    plain = Model()
+    plain = model()
     own = samples()[: NUM_SAMPLES // 2] if rank == 0 else samples()[NUM_SAMPLES // 2 :]
     (plain(own).square().sum() / NUM_SAMPLES).backward()
     assert isinstance(spec.model, torch.nn.Module)
@@ -117,10 +104,9 @@ def test_kinds_of_step(two_ranks: Ranks, tmp_path: Path) -> None:
     One rank prints each part before it starts.
     """
     told = tmp_path / "words"
-    asked = request(bucket_sizes=(1, 100, 10**6), tell=partial(note_in, told))
-    found: list[RankTimes] = two_ranks.run(measure_ranks, asked)[0]
+    asked = partial(measured, bucket_sizes=(1, 100, 10**6), tell=partial(note_in, told))
+    found: list[RankTimes] = two_ranks.run(asked)[0]
 
-    assert [one.rank for one in found] == [0, 1]
     assert [one.share for one in found] == [7, 7]
     first, second = found
     kinds = {"current": 4, "unreduced": 0, "larger": 4, "buckets 1": 3, "buckets 2": 1}
@@ -138,23 +124,18 @@ def test_kinds_of_step(two_ranks: Ranks, tmp_path: Path) -> None:
     assert told.read_text(encoding="utf-8").startswith("2 ranks: loading a share")
 
 
-def test_a_change_is_tried(two_ranks: Ranks) -> None:
+def test_reports_are_the_same_on_all_ranks(two_ranks: Ranks) -> None:
     """A report measured on ranks is the same on all of them."""
-    reports = two_ranks.run(scale_on_ranks, request(), 8, True)
+    reports = two_ranks.run(partial(scale_on_ranks, train, data, num_cores=8, max_seconds=0.01, device="cpu"))
 
     assert str(reports[0]) == str(reports[1])
-    assert reports[0].largest.num_samples == NUM_SAMPLES
+    assert reports[0].evidence.num_samples == NUM_SAMPLES
 
 
 def test_parts_of_a_step_by_a_clock() -> None:
     """The clock assigns time to the right phase, and counts clipping as part of the update."""
     now = [0.0]
     clock = PhaseClock(torch.device("cpu"), waits=False, clock=lambda: now[0])
-
-    class Slow(Model):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            now[0] += 1.0
-            return super().forward(x)
 
     def step() -> None:
         for name in ("load", "clip", "update"):
@@ -165,29 +146,19 @@ def test_parts_of_a_step_by_a_clock() -> None:
     found = clock.timed(step)
     assert (found.load, found.update, found.whole) == (3.0, 6.0, 9.0)
 
-    model = Slow()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    world = World()
-    with ab.Engine(
-        model, optimizer, ab.mean_over_samples(loss), micro_batch_size=7, observer=clock, world=world, check_loss=False
-    ) as engine:
-        batch = next(iter(batches(0, steps=1)))
-        found = clock.timed(lambda: engine.step(batch))
-    assert (found.compute, found.whole, found.load) == (2.0, 2.0, 0.0)
 
-
-def test_numbers_that_cannot_be() -> None:
+def test_invalid_numbers() -> None:
     """Raise for fewer than 1 rank and fewer than 0 workers."""
     with raises(UserError, "not_a_whole_number"):
         RunSettings(num_workers=-1)
-    with raises(UserError, "ranks_below_one"):
-        measure_scaling(train, data, ranks=[0])
+    with raises(UserError, "not_a_whole_number"):
+        measure_scaling(train, data, num_ranks=0)
 
 
 SIZES = (8, 400, 40, 4, 4000, 100, 12)
 
 
-def test_buckets_are_those_of_the_strategy() -> None:
+def test_buckets_match_the_strategy() -> None:
     """`buckets_of` and `GradientBuffers` give the same bytes per bucket, for the same parameters in the same order."""
     parameters = [nn.Parameter(torch.zeros(size // 4)) for size in SIZES]
     for bucket_bytes in (1, 12, 100, 113, 4000, 4100, 10**6):
@@ -198,19 +169,18 @@ def test_buckets_are_those_of_the_strategy() -> None:
 
 
 def test_sizes_that_make_the_same_buckets_are_one_trial() -> None:
-    """For a small model all default sizes give one bucket; model-specific sizes and the size in use are added."""
+    """For a small model all default sizes give one bucket; model-specific sizes and the size in use are added.
+
+    Only requested sizes and the one in use are tried, if there are any, without sizes below the strategy's minimum.
+    """
     cuts = bucket_cuts(SIZES, None, current=1)
 
     total = sum(SIZES)
     assert [cut.num_buckets for cut in cuts] == sorted((cut.num_buckets for cut in cuts), reverse=True)
     assert (cuts[0].num_buckets, cuts[0].sizes) == (len(SIZES), (1,))
     assert cuts[-1].num_buckets == 1
-    assert set(USUAL_SIZES) <= set(cuts[-1].sizes)
+    assert set(DEFAULT_BUCKET_SIZES) <= set(cuts[-1].sizes)
     assert total in cuts[-1].sizes
     assert len({buckets_of(SIZES, cut.sizes[0]) for cut in cuts}) == len(cuts)
-
-
-def test_sizes_that_were_asked_for() -> None:
-    """Only the requested sizes and the one in use are tried, without sizes below the strategy's minimum."""
     assert {size for cut in bucket_cuts(SIZES, [50, 200], current=7) for size in cut.sizes} == {7, 50, 200}
-    assert {size for cut in bucket_cuts(SIZES, [50, 200], current=7, least=60) for size in cut.sizes} == {7, 200}
+    assert {size for cut in bucket_cuts(SIZES, [50, 200], current=7, minimum=60) for size in cut.sizes} == {7, 200}

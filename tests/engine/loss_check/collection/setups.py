@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
-from anybatch.core.batch import picked
+from anybatch.core.batch import select_each
 from anybatch.core.loss import declared
 from anybatch.core.tree import map_tensors, read_samples
 from anybatch.engine.loss_check.comparison import SampleSource, judge
@@ -177,6 +177,6 @@ def check(setup: Setup, dtype: str, *, diagnoses: bool = False):
     )
     with without_side_effects(modules, parts.device, functions=loss.functions.values()) as generators:
         runs = LossRuns(parts, generators)
-        verdict = judge(runs, SampleSource(range(number), functools.partial(picked, batch), 64))
+        verdict = judge(runs, SampleSource(range(number), functools.partial(select_each, batch), 64))
         found = diagnose(runs, verdict) if diagnoses and verdict.kind == "broken" else None
     return verdict, found

@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> None:
                 if words or kind != expected(group, name):
                     print(f"  {name} ({dtype}): {kind} {verdict.error:.1e} {verdict.reason}", flush=True)  # noqa: T201
                     if found is not None:
-                        print(f"    {found.cause}: {found.says} {found.remedy}", flush=True)  # noqa: T201
+                        print(f"    {found.cause}: {found.fault} {found.remedy}", flush=True)  # noqa: T201
             if asks_check:
                 others[asked(group, name, setup)] += 1
         seconds = time.perf_counter() - begun

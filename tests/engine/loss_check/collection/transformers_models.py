@@ -340,7 +340,12 @@ WRONG.add(
 WRONG.add("transformers: Llama, tokens as samples", loss, SAMPLES, model=LLAMA, batch=texts, needs=PACKAGE)
 WRONG.add("transformers: Llama, shift forgotten", loss, MASKED, model=LLAMA, batch=texts, needs=PACKAGE)
 WRONG.add(
-    "transformers: BERT, shift that is none", loss, CAUSAL, model=maker("BertForMaskedLM"), batch=texts, needs=PACKAGE
+    "transformers: BERT, shift that is not needed",
+    loss,
+    CAUSAL,
+    model=maker("BertForMaskedLM"),
+    batch=texts,
+    needs=PACKAGE,
 )
 WRONG.add(
     "transformers: T5, tokens as samples",

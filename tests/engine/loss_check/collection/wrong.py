@@ -49,7 +49,7 @@ add(
     lambda m, b: F.cross_entropy(m(b["x"])[:, :-1].flatten(0, 1), b["labels"][:, 1:].flatten()),
     mean_over_words,
 )
-add("shift that is none", tag, ab.mean_over_tokens)
+add("shift that is not needed", tag, ab.mean_over_tokens)
 add("class weights forgotten", lambda m, b: classify(m, b, weight=class_weights(b)))
 add("class weights forgotten over tokens", lambda m, b: tag(m, b, weight=class_weights(b)), mean_over_words)
 add("class weights and label smoothing", lambda m, b: classify(m, b, weight=class_weights(b), label_smoothing=0.1))
