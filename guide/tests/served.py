@@ -17,7 +17,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from anybatch_guide.limits import Limits
-from anybatch_guide.server import Serving, serve
+from anybatch_guide.local_server import ServerAddress
+from anybatch_guide.server import serve
 from guide.tests.connections import watch_connections
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,12 +109,13 @@ class Served:
             return Answer(response.status, headers, response.read())
 
     def ask(self, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None) -> Answer:
-        """Send a request like the page's; a body that is not a string is sent as JSON."""
+        """Send a request like the page's; other bodies than strings are sent as JSON, and empty headers not at all."""
         text = body if isinstance(body, str) else "" if body is None else json.dumps(body)
         usual = {"Host": self.host, "Cookie": self.cookie, "Connection": "close"}
         if method in ("POST", "DELETE"):
             usual |= {"X-Anybatch": "1", "Content-Type": "application/json", "Content-Length": str(len(text.encode()))}
-        return self.send([head(method, path, {**usual, **(headers or {})}), text.encode()])
+        sent = {name: value for name, value in {**usual, **(headers or {})}.items() if value}
+        return self.send([head(method, path, sent), text.encode()])
 
     def begin(self, name: str, **more: object) -> str:
         """Start an experiment and return the run's id."""
@@ -181,11 +183,11 @@ def main(words: Sequence[str]) -> None:
     options = json.loads(words[0])
     watch_connections(Path(options["connections"]))
     worker = (*WORKER, options["connections"])
-    serving = Serving(page=PAGE, limits=Limits(**options["limits"]), worker=worker)
+    address = ServerAddress(limits=Limits(**options["limits"]))
 
-    def write_address(address: str, once: str) -> None:
-        sys.stdout.write(f"{address} {once}\n")
+    def write_address(reusable: str, once: str) -> None:
+        sys.stdout.write(f"{reusable} {once}\n")
         sys.stdout.flush()
 
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(serving, write_address))
+        asyncio.run(serve(PAGE, address, write_address, worker=worker))

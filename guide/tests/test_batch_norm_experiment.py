@@ -6,9 +6,8 @@ from torch import nn
 
 from anybatch_guide.experiments import batch_norm
 from anybatch_guide.experiments.batch_norm import CONFIGS, NormConfig
-from anybatch_guide.recording import read_recording
 from anybatch_guide.tasks.shapes import network
-from guide.tests.recorded_again import RECORDINGS
+from guide.tests.recorded_again import recording
 
 
 def named(name: str) -> NormConfig:
@@ -17,7 +16,7 @@ def named(name: str) -> NormConfig:
 
 
 @pytest.mark.slow
-def test_a_step_takes_the_gradient_of_plain_torch() -> None:
+def test_a_step_uses_the_gradient_of_plain_torch() -> None:
     """An SGD step with learning rate 1 subtracts the gradient of the mean over the batch."""
     train_set, _ = batch_norm.train_and_held_out_images()
     torch.manual_seed(0)
@@ -37,9 +36,9 @@ def test_exact_statistics_give_the_gradient_of_the_batch_and_micro_batches_do_no
 
 
 @pytest.mark.slow
-def test_recorded_gradient_errors_come_again() -> None:
+def test_recorded_gradient_errors_are_reproduced() -> None:
     """In a plain loop, micro-batches of 16, 4 and 2 have the recorded errors."""
-    recorded = read_recording(RECORDINGS / "batch_norm.json").data["gradient_errors"]
+    recorded = recording("batch_norm")["data"]["gradient_errors"]
     errors = {one["micro_batch_size"]: one["relative_error"] for one in recorded if one["way"] == "plain"}
 
     for size in (16, 4, 2):

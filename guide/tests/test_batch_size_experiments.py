@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from anybatch_guide import study
-from anybatch_guide.claims.batch_size import to_target
+from anybatch_guide.claims.batch_size import cost_to_target
 from anybatch_guide.experiments import noise_scale
 from anybatch_guide.tasks.task import LabelledSamples, cross_entropy
 from tests.extras import skip_without
@@ -15,7 +15,7 @@ skip_without("sklearn", "anybatch[guide]")
 
 
 @pytest.mark.slow
-def test_a_study_run_is_the_plain_loop() -> None:
+def test_a_study_run_equals_the_plain_loop() -> None:
     """Order, rates and updates of a run equal a loop in plain PyTorch, up to rounding."""
     run = study.StudyRun(
         task="digits", optimizer="SGD", batch_size=256, learning_rate=0.1, epochs=2, betas=(0.9,), seed=3
@@ -41,14 +41,14 @@ def test_a_study_run_is_the_plain_loop() -> None:
 
 
 @pytest.mark.slow
-def test_a_target_that_is_never_reached_is_infinitely_far() -> None:
+def test_an_unreached_target_costs_infinity() -> None:
     """A run that ends above the target counts as infinite, so that a failing rate is never the fastest."""
     run = study.StudyRun(task="digits", optimizer="SGD", batch_size=1024, learning_rate=1e-3, epochs=1, betas=(0.9,))
-    assert to_target(run)[:3] == (math.inf, math.inf, math.inf)
+    assert cost_to_target(run)[:3] == (math.inf, math.inf, math.inf)
 
 
 @pytest.mark.slow
-def test_the_true_noise_scale_is_that_of_gradients_one_by_one() -> None:
+def test_the_true_noise_scale_matches_a_loop() -> None:
     """The result of `vmap` equals variance / |G|^2 of gradients computed in a loop."""
     model = study.new_model(noise_scale.RUN)
     whole = study.task_of("digits").rows

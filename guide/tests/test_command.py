@@ -63,7 +63,7 @@ def test_taken_port(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"cannot listen on 127.0.0.1, port {server.port}" in capsys.readouterr().err
 
 
-def test_other_machines_need_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_public_address_needs_confirmation(capsys: pytest.CaptureFixture[str]) -> None:
     """A public address is refused, with an alternative, until the user confirms it."""
     for host in ("0.0.0.0", "192.0.2.7", "::"):  # noqa: S104 (refused)
         assert main(["guide", "--no-browser", "--page", str(PAGE), "--host", host]) == Status.USAGE

@@ -15,7 +15,7 @@ def test_three_lines_change() -> None:
 
 @pytest.mark.slow
 @pytest.mark.published
-def test_the_demonstration_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demonstration_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain loop runs out of memory, and the engine's finishes with the exact gradient."""
     monkeypatch.setattr(demonstration, "NUM_STEPS", 1)
     said: list[str] = []

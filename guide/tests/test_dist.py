@@ -12,14 +12,14 @@ from tests.architecture.source_tree import ROOT
 
 KB = 1000
 BUDGETS = {
-    "app.js": 42 * KB,
+    "app.js": 46 * KB,
     "app.css": 14 * KB,
     "math.woff2": 60 * KB,
     "watch/app.js": 40 * KB,
     "watch/app.css": 8 * KB,
 }
 """Maximum gzipped bytes of the files that are loaded first."""
-TEXT_BUDGET, EMBEDDED_BUDGET, RECORDINGS_BUDGET, FOLDER_BUDGET = 100 * KB, 8 * KB, 1200 * KB, 2500 * KB
+TEXT_BUDGET, EMBEDDED_BUDGET, RECORDINGS_BUDGET, FOLDER_BUDGET = 100 * KB, 13 * KB, 1200 * KB, 2550 * KB
 SCRIPT_BUDGET = 160 * KB
 """Maximum gzipped bytes of all scripts of the guide."""
 FIRST_LOAD_BUDGET = 215 * KB
@@ -76,7 +76,7 @@ def test_nothing_built_was_changed_by_hand() -> None:
     assert found == build
 
 
-def test_recordings_are_those_of_the_sources() -> None:
+def test_the_page_contains_every_recording() -> None:
     """The page contains every recording of guide/web/recordings, unchanged."""
     recorded = {f"rec/{path.name}": path.read_bytes() for path in (WEB / "recordings").glob("*.json")}
 
@@ -101,7 +101,7 @@ def test_the_page_is_light() -> None:
     assert sum(map(len, built.values())) <= FOLDER_BUDGET
 
 
-def test_sources_keep_to_the_policy() -> None:
+def test_sources_follow_the_policy() -> None:
     """No raw markup, code from text, inline style or handler, and nothing from elsewhere, in any source."""
     found = {path.name: forbidden(path.read_text(encoding="utf-8")) for path in script_sources()}
 
@@ -109,7 +109,7 @@ def test_sources_keep_to_the_policy() -> None:
 
 
 @pytest.mark.parametrize("folder", [DIST, DIST / "watch"], ids=["guide", "watch"])
-def test_the_built_page_keeps_to_the_policy(folder: Path) -> None:
+def test_the_built_page_follows_the_policy(folder: Path) -> None:
     """The page has no inline style or handler, and all its scripts are its own files or data."""
     page = (folder / "index.html").read_text(encoding="utf-8")
     body = EMBEDDED.sub(b"", page.encode()).decode()

@@ -5,23 +5,12 @@ import hashlib
 import re
 import shutil
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser
 
 from anybatch.errors import UserError
 from anybatch_guide.export import MAX_BYTES, Asset, export_file, export_folder, read_page, recordings, single_file
-from guide.tests.browser.chromium import Watched, opened
-from guide.tests.served import PAGE, Served
-
-NO_FONT = ("OTS parsing error", "Failed to decode downloaded font")  # the small page has no real font
-SAID = "#said:not(:empty)"
-
-
-def complaints(watched: Watched) -> list[str]:
-    """Return the complaints of a browser, except about the small page's font."""
-    return [text for text in watched.faults if not text.startswith(NO_FONT)]
+from guide.tests.served import PAGE
 
 
 def test_single_file_holds_everything(tmp_path: Path) -> None:
@@ -59,28 +48,6 @@ def test_hostile_recording_stays_data() -> None:
 
     assert "onerror=alert(1)></script>" not in html
     assert r"\u003cimg src=x onerror=alert(1)>\u003c/script>" in html
-
-
-def test_single_file_from_a_disk(tmp_path: Path, browser: Browser) -> None:
-    """Opened from a disk, the file runs its script, finds its recordings, and makes no requests, even to loopback."""
-    file = export_file(PAGE, tmp_path / "guide.html")
-    with opened(browser, file.as_uri(), SAID) as watched:
-        page = watched.page
-
-        page.locator(f"body[data-far='{len('</script>')}']").wait_for()
-        assert page.inner_text("#said") == f"static rec-later rec-small {len('</script><!--<script>')}"
-        assert page.evaluate("getComputedStyle(document.body).color") == "rgb(1, 2, 3)"
-        assert [url for url in watched.requests if not url.startswith("data:")] == [file.as_uri()]
-        assert complaints(watched) == []
-
-
-def test_served_page_in_a_browser(tmp_path: Path, browser: Browser) -> None:
-    """A browser that opens the printed address gets the page and its stream, all from the server, without errors."""
-    with Served(tmp_path) as server, opened(browser, server.address, "#said[data-status]") as watched:
-        assert watched.page.url == f"http://{server.host}/"
-        assert watched.page.inner_text("#said").startswith("live rec-small")
-        assert {urlsplit(url).netloc for url in watched.requests} == {server.host}
-        assert complaints(watched) == []
 
 
 def test_folder_that_is_not_empty(tmp_path: Path) -> None:

@@ -1,32 +1,30 @@
 """The recorded grid for pages without an engine: small and reproducible."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from anybatch_guide import grid
 from anybatch_guide.exercises.exercise import EXERCISES, described
-from anybatch_guide.experiments import exercises
 from anybatch_guide.playground import as_command, as_python, parse_setting
 from anybatch_guide.programs import templates
-from anybatch_guide.recording import differences, plain, read_recording
+from anybatch_guide.recording import plain
+from guide.tests.recorded_again import differences, recording
 from tests.extras import skip_without
 
 skip_without("sklearn", "anybatch[guide]")
 
-RECORDINGS = Path(__file__).parents[1] / "web" / "recordings"
 TASKS = ("opening", "digits", "spirals", "shapes", "text")
 
 
 def runs(name: str) -> list[dict[str, Any]]:
     """Return the recorded runs of a task."""
-    found: list[dict[str, Any]] = read_recording(RECORDINGS / f"playground_{name}.json").data["runs"]
+    found: list[dict[str, Any]] = recording(f"playground_{name}")["data"]["runs"]
     return found
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_the_grid_is_what_the_code_asks_for(name: str) -> None:
+def test_the_grid_matches_the_code(name: str) -> None:
     """Recorded settings equal the settings in the code, each once, and all are valid."""
     settings = [parse_setting(run["setting"]) for run in runs(name)]
 
@@ -38,7 +36,7 @@ def test_the_grid_is_what_the_code_asks_for(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "at"), [("spirals", 1), ("shapes", 4)])
-def test_a_run_comes_out_again(name: str, at: int) -> None:
+def test_a_run_is_reproduced(name: str, at: int) -> None:
     """A new run of a recorded setting has the recorded numbers."""
     recorded = runs(name)[at]
     setting = parse_setting(recorded["setting"])
@@ -47,9 +45,9 @@ def test_a_run_comes_out_again(name: str, at: int) -> None:
     assert differences(recorded, found, tolerance=1e-3, noisy=grid.NOISY) == []
 
 
-def test_programs_of_the_page_are_ours() -> None:
+def test_programs_of_the_page_match_the_code() -> None:
     """The templates and examples of the page equal the output of the code."""
-    data = read_recording(RECORDINGS / "playground_opening.json").data
+    data = recording("playground_opening")["data"]
     examples = [(parse_setting(one["setting"]), one["python"], one["command"]) for one in data["examples"]]
 
     assert data["programs"] == templates()
@@ -58,9 +56,9 @@ def test_programs_of_the_page_are_ours() -> None:
 
 @pytest.mark.slow
 @pytest.mark.published
-def test_bugs_are_where_the_answers_say() -> None:
+def test_bugs_match_the_answers() -> None:
     """The checker finds the expected bug in each of the six loops, and the wrong lines exist."""
-    recorded = read_recording(RECORDINGS / "exercises_loops.json").data["loops"]
+    recorded = recording("exercises_loops")["data"]["loops"]
     found = [plain(described(exercise)) for exercise in EXERCISES]
 
     assert found == recorded
@@ -68,11 +66,3 @@ def test_bugs_are_where_the_answers_say() -> None:
         assert exercise.finding in {finding["code"] for finding in one["findings"]}
         assert one["wrong"]
         assert set(one["wrong"]) <= set(range(1, len(one["lines"]) + 1))
-
-
-def test_eight_comes_out_again() -> None:
-    """Eight in one pass and eight times one have the recorded memory, to the byte."""
-    recorded = read_recording(RECORDINGS / "exercises_eight.json").data
-    experiment = exercises.EIGHT
-
-    assert differences(recorded, plain(experiment.run(lambda _: None)), noisy=experiment.noisy) == []

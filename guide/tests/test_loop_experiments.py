@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
+from anybatch_guide.claims.measuring import relative
 from anybatch_guide.experiments import one_batch as batch_experiment
 from anybatch_guide.experiments import split_sum as split_experiment
 from anybatch_guide.listings import one_batch, one_mistake, split_sum
-from anybatch_guide.recording import read_recording
-from tests.architecture.source_tree import ROOT
+from guide.tests.recorded_again import recording
 from tests.ranks_fixture import Ranks
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ def plain_losses(dtype: torch.dtype, clip: float | None = None) -> list[float]:
 @pytest.fixture(scope="module")
 def batch_data() -> Any:
     """The recording of the experiment "one batch"."""
-    return read_recording(ROOT / "guide" / "web" / "recordings" / "one_batch.json").data
+    return recording("one_batch")["data"]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def split_data() -> Any:
 
 @pytest.mark.parametrize("size", [64, 16, 4])
 @pytest.mark.parametrize("clip", [None, one_mistake.CLIP])
-def test_ways_train_as_the_plain_loop(size: int, clip: float | None) -> None:
+def test_splits_train_like_the_plain_loop(size: int, clip: float | None) -> None:
     """For every split, 60 steps have the losses of the unsplit plain loop, with and without clipping."""
     found = one_batch.train(size, torch.float64, clip)
 
@@ -70,7 +70,7 @@ def test_parts_add_up_to_the_whole(split_data: Any) -> None:
     assert len(whole) == 64
     for cut in split_data["cuts"]:
         *_, total = split_sum.running_sums(cut["sizes"], torch.float64)
-        assert split_experiment.relative(total, whole) < EXACT
+        assert relative(total, whole) < EXACT
         assert sum(cut["sizes"]) == 64
         assert cut["largest_difference"] < 1e-6
         assert cut["largest_difference_float64"] < 1e-15
@@ -85,23 +85,14 @@ def printed(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_two_ranks_train_as_the_plain_loop(two_ranks: Ranks) -> None:
+def test_two_ranks_train_like_the_plain_loop(two_ranks: Ranks) -> None:
     """Two real ranks, four micro-batches each, have the losses of the unsplit plain loop."""
     for found in two_ranks.run(one_batch.train, 8, torch.float64):
         assert found == pytest.approx(plain_losses(torch.float64), rel=EXACT)
 
 
-@pytest.mark.parametrize("name", ["no_division", "clip_each", "mean_of_means"])
-def test_mistakes_are_those_recorded(batch_data: Any, name: str) -> None:
-    """A loop of four micro-batches with a mistake has the recorded losses."""
-    (recorded,) = [mistake for mistake in batch_data["mistakes"] if mistake["name"] == name]
-    size = batch_experiment.sizes_of_mistakes()[name]["16x4"]
-
-    assert one_mistake.train(size, name) == pytest.approx(recorded["losses"]["16x4"], rel=1e-3)
-
-
 @pytest.mark.published
-def test_programs_to_take_along_print_what_is_shown(batch_data: Any, split_data: Any) -> None:
+def test_offered_programs_print_the_shown_numbers(batch_data: Any, split_data: Any) -> None:
     """The programs offered to readers print the losses and differences of the figures, to the digits shown."""
     single, double = (line.split()[1:] for line in printed("one_batch", "16").splitlines())
     clipped = printed("one_batch", "4", str(one_mistake.CLIP)).splitlines()[1].split()[1:]
@@ -109,17 +100,17 @@ def test_programs_to_take_along_print_what_is_shown(batch_data: Any, split_data:
     differences = [float(line.split()[-1]) for line in printed("split_sum").splitlines()]
     mistakes = {one["name"]: one for one in batch_data["mistakes"]}
 
-    assert batch_experiment.significant(map(float, double), 6) == batch_data["losses"]
+    assert batch_experiment.all_significant(map(float, double), 6) == batch_data["losses"]
     assert list(map(float, single)) == pytest.approx(batch_data["losses"], rel=1e-4)
-    assert batch_experiment.significant(map(float, clipped), 6) == mistakes["clip_each"]["reference"]
-    assert batch_experiment.significant(map(float, wrong), 6) == mistakes["clip_each"]["losses"]["16x4"]
+    assert batch_experiment.all_significant(map(float, clipped), 6) == mistakes["clip_each"]["reference"]
+    assert batch_experiment.all_significant(map(float, wrong), 6) == mistakes["clip_each"]["losses"]["16x4"]
     shown = {cut["wrong_largest_difference"] for cut in split_data["cuts"] if "wrong_sums" in cut}
     assert shown <= set(differences)
     assert {cut["largest_difference"] for cut in split_data["cuts"]} <= set(differences)
 
 
 @pytest.mark.published
-def test_recorded_losses_come_again(batch_data: Any) -> None:
+def test_recorded_losses_are_reproduced(batch_data: Any) -> None:
     """Training the four ways again, and with each mistake, gives the recorded losses to the recorded digits."""
     made = batch_experiment.run(ignore)
 

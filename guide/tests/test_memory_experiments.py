@@ -26,7 +26,7 @@ def silent(_line: object) -> None:
 
 
 @MODELS
-def test_what_stays_from_step_to_step_is_what_the_tensors_sizes_say(model: SmallModel) -> None:
+def test_memory_between_steps_matches_tensor_sizes(model: SmallModel) -> None:
     """Memory between steps is weights, buffers, inputs and AdamW's two moments and step counts, by their shapes."""
     made = model.make()
     held = timeline(trace_plain_step(model, 4)).at(0)
@@ -47,7 +47,7 @@ def test_a_step_runs_out_of_memory_exactly_below_its_peak(model: SmallModel) -> 
     assert shortage is not None
     assert shortage.phase == measured.phases[measured.peak_moment]
     assert shortage.message.startswith("Tried to allocate")
-    assert sum(shortage.held.values()) < measured.peak_bytes
+    assert sum(shortage.category_bytes.values()) < measured.peak_bytes
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_the_largest_size_runs_and_the_next_does_not(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_accumulation_holds_exactly_one_more_copy_of_gradients() -> None:
+def test_accumulation_needs_one_more_copy_of_gradients() -> None:
     """4 x 16 against 16 alone: gradients differ by one copy, inputs by the waiting samples, the rest by a few sums."""
     many = measure_accumulated(ACCUMULATED, PLAIN, effective_batch_size=64, micro_batch_size=16)
     one = measure_accumulated(ACCUMULATED, PLAIN, effective_batch_size=16, micro_batch_size=16)

@@ -72,7 +72,7 @@ def by_engine(max_norm: float) -> Tensor:
 
 
 @pytest.mark.parametrize("max_norm", [0.05, 1e9])
-def test_the_right_loop_is_the_engine(max_norm: float) -> None:
+def test_the_right_loop_equals_the_engine(max_norm: float) -> None:
     """With a short last window, clipped or not, the correct loop equals the engine, up to rounding."""
     expected = by_engine(max_norm)
 
@@ -81,7 +81,7 @@ def test_the_right_loop_is_the_engine(max_norm: float) -> None:
 
 @pytest.mark.parametrize("name", MISTAKES)
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
-def test_each_mistake_ends_elsewhere(name: str) -> None:
+def test_each_mistake_changes_the_result(name: str) -> None:
     """A loop with a mistake ends with other parameters, by far more than rounding."""
     expected = by_engine(0.05)
 

@@ -36,7 +36,7 @@ def row(data: dict[str, Any], variant: Variant) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [GPT2, ON_RANKS], ids=["one rank", "several ranks"])
 @pytest.mark.published
-def test_the_recording_is_of_this_engine(data: dict[str, Any], variant: Variant) -> None:
+def test_the_recording_matches_this_engine(data: dict[str, Any], variant: Variant) -> None:
     """New tables equal the recorded ones."""
     made = tables(traced(variant).envelopes, multi_rank=variant.multi_rank)
     assert {name: row(data, variant)[name] for name in made} == json.loads(json.dumps(made))
@@ -54,7 +54,7 @@ def test_every_choice_is_recorded(data: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_of_the_guide_is_that_of_the_library() -> None:
+def test_a_plan_of_the_guide_equals_the_librarys() -> None:
     """`ab.plan` prints the same plan as the guide."""
     found = planned(traced(GPT2), PlanRequest(device="RTX 4090", effective_batch_size=500))
     plan = ab.plan(
@@ -77,7 +77,7 @@ def without_time(plan: Plan) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.published
-def test_the_thousand_plans_are_ours() -> None:
+def test_the_reference_plans_match_this_engine() -> None:
     """The reference plans of the page equal Python's plans: all numbers and lines, for two of the steps."""
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
     assert len(golden) == NUM_CASES

@@ -60,7 +60,7 @@ for text in json.load(sys.stdin):
 
 @pytest.mark.slow
 @pytest.mark.published
-def test_losses_are_those_of_the_programs() -> None:
+def test_programs_print_the_same_losses() -> None:
     """The programs of the page print the losses of the runs in another process, bitwise equal."""
     texts = json.dumps([as_python(setting) for setting in SETTINGS])
     done = subprocess.run(  # noqa: S603 (our own programs)
@@ -96,7 +96,7 @@ def test_a_command_writes_the_same_losses(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("mistake", ["", "zero_each"])
-def test_lines_are_those_of_the_log(mistake: MistakeName) -> None:
+def test_lines_follow_the_schema_of_the_log(mistake: MistakeName) -> None:
     """Each line follows the log's schema, for engine and loop, numbered without gaps."""
     data, lines = played(mistake=mistake, task="spirals")
     records = [line for line in lines if not line["kind"].startswith("guide.")]
@@ -122,15 +122,6 @@ def test_the_engine_matches_the_native_batch() -> None:
     assert played(task="spirals", accumulation_steps=1)[0]["relative_differences"] == [0.0] * 6
 
 
-@pytest.mark.parametrize("mistake", ["no_division", "clip_each"])
-@pytest.mark.slow
-def test_a_mistake_leaves_the_native_batch(mistake: MistakeName) -> None:
-    """With a mistake, the parameters diverge from the native batch as soon as it has an effect."""
-    data, _ = played(task="text", optimizer="sgd", learning_rate=1.0, mistake=mistake)
-
-    assert data["relative_differences"][-1] > 1e-4
-
-
 @pytest.mark.slow
 def test_memory_is_reported_by_category() -> None:
     """A step holds all categories; its peak is the maximum over its phases."""
@@ -147,7 +138,7 @@ def test_memory_is_reported_by_category() -> None:
 
 @pytest.mark.parametrize("mistake", ["", "no_division"])
 @pytest.mark.slow
-def test_a_run_that_blows_up_is_a_result(mistake: MistakeName) -> None:
+def test_a_diverged_run_is_a_result(mistake: MistakeName) -> None:
     """A loss that is not finite ends the run as failed, with its value, without an exception, and as valid JSON."""
     data, lines = played(task="shapes", norm="none", optimizer="sgd", learning_rate=10.0, steps=60, mistake=mistake)
     end = lines[-1]
@@ -181,10 +172,12 @@ def stop_after_twenty() -> Callable[[Line], None]:
         ({"mistake": "no_division"}, 2.999, 3.001),
         ({"mistake": "zero_each"}, 0.1, 1.0),
         ({"task": "shapes", "norm": "batch"}, 0.02, 1.0),
+        ({"task": "shapes", "norm": "batch", "norm_policy": "exact"}, 0.0, 1e-5),
+        ({"task": "shapes", "norm": "batch", "norm_policy": "freeze"}, 0.02, 2.0),
         ({"task": "shapes", "norm": "group"}, 0.0, 1e-5),
     ],
 )
-def test_a_run_is_judged_by_its_first_gradient(changes: Mapping[str, Any], least: float, most: float) -> None:
+def test_a_run_compares_its_first_gradient(changes: Mapping[str, Any], least: float, most: float) -> None:
     """A correct split has the native batch's first gradient; four undivided parts have four times that gradient."""
     data, lines = played(**changes, steps=1)
     (told,) = of_kind(lines, "guide.first_gradient")

@@ -31,7 +31,7 @@ def played(setting: PlaygroundSetting, **options: Any) -> tuple[Mapping[str, Any
     return run(setting, lines.append, **options), lines
 
 
-def test_two_ranks_are_one_run() -> None:
+def test_two_ranks_equal_one() -> None:
     """Losses and parameters equal one rank and the native batch, and gradients are sent once per step."""
     (two, lines), (one, _) = played(TWO), played(ONE)
     gradient_bytes = of_kind(lines, "start")[0]["gradient_bytes"]
@@ -48,7 +48,7 @@ def test_two_ranks_are_one_run() -> None:
     assert (two["status"], lines[-1]["digest"]) == ("completed", two["digest"])
 
 
-def test_a_stepped_run_shows_each_ranks_own_sum() -> None:
+def test_a_stepped_run_shows_the_sum_of_each_rank() -> None:
     """On two ranks, the sums at the end of the first step add up to the sum of one rank with all samples."""
     seen = {
         setting.ranks: of_kind(played(setting, is_stepped=lambda: True)[1], "guide.micro_batch")
@@ -82,7 +82,7 @@ def listened_at(process: int) -> set[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ranks_listen_at_loopback_only(started: Callable[[], list[BaseProcess]]) -> None:
+def test_ranks_listen_only_on_loopback(started: Callable[[], list[BaseProcess]]) -> None:
     """During a run, its ranks accept connections only from this machine."""
     found: list[set[str]] = []
 
@@ -115,7 +115,7 @@ def test_a_dead_rank_is_reported(started: Callable[[], list[BaseProcess]]) -> No
     assert started() == []
 
 
-def test_both_ranks_go_on_smaller() -> None:
+def test_both_ranks_retry_with_smaller_micro_batches() -> None:
     """With too little memory, both retry with the same smaller micro-batches; with far too little, the run fails."""
     setting: dict[str, Any] = {"micro_batch_size": 64, "accumulation_steps": 2, "steps": 2, "ranks": 2}
     smaller, lines = played(PlaygroundSetting(**setting, memory_limit_kib=2048))

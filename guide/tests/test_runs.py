@@ -21,7 +21,7 @@ from guide.tests.worker import NUM_MICRO_BATCHES, NUM_STEPS
 pytestmark = pytest.mark.slow
 
 MIB = 2**20
-USUAL = Limits(messages_per_second=1e9, look_seconds=0.01, **{**LIMITS, "starts_per_second": 2})
+USUAL = Limits(messages_per_second=1e9, check_seconds=0.01, **{**LIMITS, "starts_per_second": 2})
 Scene = Coroutine[Any, Any, None]
 
 
@@ -105,7 +105,7 @@ def test_run(play: Play) -> None:
     play(scene)
 
 
-def test_two_at_once(play: Play) -> None:
+def test_simultaneous_requests(play: Play) -> None:
     """Of two simultaneous requests, one is accepted, and the other gets its id."""
 
     async def scene(desk: Desk) -> None:
@@ -120,7 +120,7 @@ def test_two_at_once(play: Play) -> None:
     play(scene)
 
 
-def test_too_often(play: Play) -> None:
+def test_start_rate_is_limited(play: Play) -> None:
     """At most two runs start per second."""
 
     async def scene(desk: Desk) -> None:
@@ -165,13 +165,13 @@ def test_cancel_in_the_middle(play: Play) -> None:
     """A running run can be cancelled; the worker stays the same, and nothing is sent after the end."""
 
     async def scene(desk: Desk) -> None:
-        worker = desk.runs.worker_number
+        worker = desk.runs.worker_pid
         run = await desk.begin("endless")
         await desk.until("lines", run)
         desk.runs.cancel(run)
         await desk.until("cancelled", run)
         await desk.until_idle()
-        assert desk.runs.worker_number == worker
+        assert desk.runs.worker_pid == worker
         of_run = [event for event, data, _ in desk.page.events() if data.get("run") == run]
         assert of_run[-1] == "cancelled"
 
@@ -187,7 +187,7 @@ def test_a_worker_that_ends_is_replaced(runner: asyncio.Runner) -> None:
     async def scene() -> None:
         async with open_desk(USUAL) as desk:  # a separate worker, because the test kills it
             for name in ("stuck", "deaf", "endless"):
-                worker = desk.runs.worker_number
+                worker = desk.runs.worker_pid
                 assert worker is not None
                 run = await desk.begin(name)
                 await desk.until("lines", run)
@@ -200,7 +200,7 @@ def test_a_worker_that_ends_is_replaced(runner: asyncio.Runner) -> None:
                 again = await desk.begin("counting")  # waits for the new one
                 await desk.until("result", again)
                 await desk.until_idle()
-                assert desk.runs.worker_number not in (None, worker)
+                assert desk.runs.worker_pid not in (None, worker)
 
     runner.run(scene())
 
@@ -209,12 +209,12 @@ def test_failing_run(play: Play) -> None:
     """A failing experiment ends with a short code, without a traceback, and the worker continues."""
 
     async def scene(desk: Desk) -> None:
-        worker = desk.runs.worker_number
+        worker = desk.runs.worker_pid
         failed = await desk.until("failed", await desk.begin("failing"))
         await desk.until_idle()
         assert failed["code"] == "error"
         assert "Traceback" not in failed["message"]
-        assert desk.runs.worker_number == worker
+        assert desk.runs.worker_pid == worker
 
     play(scene)
 
@@ -232,7 +232,7 @@ def test_time_is_limited(play: Play, seconds: float, paused: bool, code: str) ->
     play(scene)
 
 
-def test_nobody_watches(play: Play) -> None:
+def test_an_unwatched_run_ends(play: Play) -> None:
     """A run without a watching page for a minute is ended."""
 
     async def scene(desk: Desk) -> None:
@@ -253,7 +253,7 @@ def test_memory_is_limited(runner: asyncio.Runner) -> None:
     """A run whose process exceeds the memory limit is ended, with its process if necessary."""
 
     async def scene() -> None:
-        limits = Limits(messages_per_second=1e9, look_seconds=0.01, resident_bytes=600 * MIB, **LIMITS)
+        limits = Limits(messages_per_second=1e9, check_seconds=0.01, resident_bytes=600 * MIB, **LIMITS)
         async with open_desk(limits) as desk:
             run = await desk.begin("greedy")
             assert (await desk.until("failed", run))["code"] == "memory"

@@ -27,14 +27,14 @@ def code_of(value: object) -> str:
     return refused.value.code
 
 
-def test_a_setting_comes_back_as_it_was() -> None:
+def test_settings_round_trip() -> None:
     """The result of `asdict` is parsed as the same setting, even if a rate is a whole number."""
     assert parse_setting(GOOD) == PlaygroundSetting()
     assert parse_setting({**GOOD, "learning_rate": 1}) == PlaygroundSetting(learning_rate=1.0)
 
 
 @given(st.sampled_from(sorted(GOOD)), ANYTHING)
-def test_a_foreign_value_is_refused_or_as_it_should_be(name: str, value: object) -> None:
+def test_any_value_is_refused_or_valid(name: str, value: object) -> None:
     """With one value replaced, a setting is refused, or has that value with its type and within its limits."""
     try:
         setting = parse_setting({**GOOD, name: value})
@@ -118,7 +118,7 @@ def test_a_command_line_is_the_setting(setting: PlaygroundSetting) -> None:
 
 
 @pytest.mark.parametrize("word", ["steps", "stepz=1", "steps=many", "steps=1.5", "=", "steps=true"])
-def test_words_that_mean_nothing_are_refused(word: str) -> None:
+def test_unknown_arguments_are_refused(word: str) -> None:
     """An unknown argument is refused."""
     with pytest.raises(SettingError):
         read([word])

@@ -92,12 +92,12 @@ def measured(name: str, micro_batch_size: int, ranks: tuple[int, int] = (0, 1)) 
     cut = [0, NUM_SAMPLES] if world_size == 1 else [0, 4, NUM_SAMPLES]
     own = {key: value[cut[rank] : cut[rank + 1]] for key, value in batch_of().items()}
     spec = TrainSpec(model=network(), optimizer=lambda named: torch.optim.SGD(named, lr=1.0), loss=LOSSES[name])
-    return measure_sharpness(spec, own, Hardware(micro_batch_size=micro_batch_size), most_products=60, tolerance=1e-13)
+    return measure_sharpness(spec, own, Hardware(micro_batch_size=micro_batch_size), max_products=60, tolerance=1e-13)
 
 
 @pytest.mark.parametrize("name", list(LOSSES))
 @pytest.mark.parametrize("micro_batch_size", [NUM_SAMPLES, 3])
-def test_the_eigenvalue_is_that_of_the_dense_hessian(name: str, micro_batch_size: int) -> None:
+def test_the_eigenvalue_matches_the_dense_hessian(name: str, micro_batch_size: int) -> None:
     """For every form of loss and cut, with masked labels, the eigenvalue is right to 1e-12."""
     truth = float(dense(name)[-1])
     found = measured(name, micro_batch_size)

@@ -105,7 +105,7 @@ def test_every_page_gets_everything() -> None:
     asyncio.run(scene())
 
 
-def test_page_comes_back() -> None:
+def test_page_reconnects() -> None:
     """A page that sends its last event id gets the later events, without duplicates."""
 
     async def scene() -> None:
@@ -130,7 +130,7 @@ def test_slow_page_loses_progress_first() -> None:
     """A page with a large backlog misses micro-batches, gets their number, and every step, diagnosis and end."""
 
     async def scene() -> None:
-        stream = Stream(Limits(messages_per_second=1e9, behind_lines=100), zero)
+        stream = Stream(Limits(messages_per_second=1e9, max_backlog_lines=100), zero)
         page = Page(stream)
         await page.until(lambda page: page.text != b"")
         page.may_read.clear()
@@ -158,8 +158,8 @@ def test_ring_drops_progress_first() -> None:
     """A full ring drops the oldest progress lines; if only others are left, it raises."""
     ring = Ring(Limits(ring_lines=10))
     for number in range(20):
-        ring.add("lines", "run", json.dumps(number), light=number % 4 != 0)
-    kept = [int(entry.text) for entry in ring.behind(0)]
+        ring.add("lines", "run", json.dumps(number), is_progress=number % 4 != 0)
+    kept = [int(entry.text) for entry in ring.after(0)]
 
     assert [number for number in kept if number % 4 == 0] == [0, 4, 8, 12, 16]
     assert [number for number in kept if number % 4 != 0] == [14, 15, 17, 18, 19]
@@ -169,7 +169,7 @@ def test_ring_drops_progress_first() -> None:
         ring.add("lines", "run", "one too many")
 
 
-def test_good_bye() -> None:
+def test_a_closing_server_ends_its_streams() -> None:
     """A stopping server sends the remaining lines, then a close event, so that pages do not reconnect."""
 
     async def scene() -> None:

@@ -27,7 +27,7 @@ def first_loss(task: PlaygroundTask, num_samples: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_first_loss_is_that_of_chance(name: str) -> None:
+def test_the_first_loss_is_at_chance(name: str) -> None:
     """The initial loss is within 10% of the logarithm of the number of classes, which is chance."""
     task = load(name)
 
@@ -35,7 +35,7 @@ def test_the_first_loss_is_that_of_chance(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_data_are_made_alike(name: str) -> None:
+def test_data_are_reproducible(name: str) -> None:
     """Loaded twice, a task has bitwise the same data, and torch's random state is unchanged."""
     before = torch.get_rng_state()
     first, second = (
@@ -49,7 +49,7 @@ def test_data_are_made_alike(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.slow
-def test_what_a_sample_takes_is_known(name: TaskName) -> None:
+def test_bytes_per_sample_match_measured_memory(name: TaskName) -> None:
     """The peak memory of 64 more samples is at most the stated bytes, and close to them."""
     task = load(name, norm="batch" if name == "shapes" else "none")
     model = task.model()
@@ -68,7 +68,7 @@ def test_what_a_sample_takes_is_known(name: TaskName) -> None:
     assert SAMPLE_BYTES[name] / 2 <= taken <= SAMPLE_BYTES[name]
 
 
-def test_micro_batches_are_every_sample_once() -> None:
+def test_micro_batches_have_every_sample_once() -> None:
     """An epoch has each sample once, in a new order; windows do not cross its end."""
     rows = load("spirals").rows
     loader = MicroBatches(rows, 64, seed=0)

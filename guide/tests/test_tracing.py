@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from anybatch_guide.experiments import walks as recorded_walks
-from anybatch_guide.recording import read_recording
 from anybatch_guide.tracing import TracedFile, trace_program
+from guide.tests.recorded_again import recording
 from tests.architecture.source_tree import ROOT
 
 PROGRAM = '''"""A program."""
@@ -44,22 +44,14 @@ def program(tmp_path: Path) -> TracedFile:
 
 
 @pytest.mark.slow
-def test_lines_come_as_they_ran(program: TracedFile) -> None:
-    """The trace has the lines in execution order, and the output."""
-    found = trace_program([program])
+def test_lines_are_in_execution_order(program: TracedFile) -> None:
+    """The trace has the lines in execution order, and the output; a line that ran often can be left out."""
+    found, shorter = trace_program([program]), trace_program([program], repeats=2)
 
     assert found["lines"] == [12, 5, 6, 7, 6, 7, 6, 7, 6, 8]
     assert found["output"] == "6\n"
     assert found["skipped"] == []
-
-
-@pytest.mark.slow
-def test_repeats_are_left_out_and_counted(program: TracedFile) -> None:
-    """A line that ran often is recorded a few times; the next record has the number of skipped lines."""
-    found = trace_program([program], repeats=2)
-
-    assert found["lines"] == [12, 5, 6, 7, 6, 7, 8]
-    assert found["skipped"] == [[6, 3]]
+    assert (shorter["lines"], shorter["skipped"]) == ([12, 5, 6, 7, 6, 7, 8], [[6, 3]])
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +65,7 @@ def walks() -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "anybatch"])
-def test_walks_are_of_the_files(name: str, walks: dict[str, Any]) -> None:
+def test_walks_match_the_files(name: str, walks: dict[str, Any]) -> None:
     """All traced lines are executable lines of the current file and equal the recording, with three updates."""
     found, recorded = walks[name], recorded_traces()[name]
     file_of = found["file_of"] or [0] * len(found["lines"])
@@ -99,15 +91,14 @@ def test_walks_print_the_same(walks: dict[str, Any]) -> None:
 
 def recorded_traces() -> dict[str, Any]:
     """Return all recorded traces by name."""
-    folder = ROOT / "guide" / "web" / "recordings"
-    walks = {name: read_recording(folder / f"walk_{name}.json").data for name in ("plain", "ddp", "anybatch")}
-    return {**walks, **read_recording(folder / "walk_ladder.json").data["programs"]}
+    walks = {name: recording(f"walk_{name}")["data"] for name in ("plain", "ddp", "anybatch")}
+    return {**walks, **recording("walk_ladder")["data"]["programs"]}
 
 
 @pytest.mark.parametrize("name", sorted(recorded_traces()))
 @pytest.mark.slow
 @pytest.mark.published
-def test_recorded_lines_are_those_of_the_files(name: str) -> None:
+def test_recorded_lines_match_the_files(name: str) -> None:
     """The recorded traces match the current files: their text, and executable lines."""
     trace = recorded_traces()[name]
     file_of = trace["file_of"] or [0] * len(trace["lines"])

@@ -7,19 +7,24 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import anybatch as ab
 from anybatch.cli.status import Status
+from anybatch.diagnostics.spike_log import read_spikes
 from anybatch.errors import UserError
 from anybatch_guide.watch import command, curve
-from anybatch_guide.watch.curve import CLIPPED, MAX_BUCKETS, NUM_PLACES, SKIPPED, Curve, Step, sketched
-from anybatch_guide.watch.fields import MAX_TEXT, shown
+from anybatch_guide.watch.curve import CLIPPED, MAX_BUCKETS, NUM_PREVIEW_STEPS, SKIPPED, Curve, Step, preview_of
+from anybatch_guide.watch.fields import MAX_TEXT, cleaned
 from anybatch_guide.watch.lanes import lanes_of
+from anybatch_guide.watch.notes import save_note
 from anybatch_guide.watch.rank_log import SpanLines
 from anybatch_guide.watch.repeat import command_of
+from anybatch_guide.watch.stability import Stability, has_diverged
 from anybatch_guide.watch.verdict import compare
-from anybatch_guide.watch.watching import Watching, encoded
+from anybatch_guide.watch.watching import WatchedRuns, encoded
 from guide.tests.hostile_logs import hostile_logs, line, span, start, step
 from guide.tests.served import Served
 
@@ -46,7 +51,7 @@ def written(folder: Path, content: bytes) -> Path:
 
 def view_of(*folders: Path, at: int = 0) -> dict[str, object]:
     """Return the data of a run, as received by the page."""
-    return dict(json.loads(encoded(Watching(list(folders)).read_all()[at])))
+    return dict(json.loads(encoded(WatchedRuns(list(folders)).read_all()[at])))
 
 
 def texts(value: object) -> Iterator[str]:
@@ -61,7 +66,7 @@ def texts(value: object) -> Iterator[str]:
             yield from texts(item)
 
 
-def test_no_jump_is_lost() -> None:
+def test_extreme_losses_are_drawn() -> None:
     """For any number of steps, each section is drawn by its smallest and largest loss, at their steps."""
     rng = random.Random(0)
     losses = [rng.random() for _ in range(10_000)]
@@ -76,7 +81,7 @@ def test_no_jump_is_lost() -> None:
     assert points["step"] == sorted(points["step"])
 
 
-def test_a_resumed_run_is_the_run_that_went_through() -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one() -> None:
     """Repeated steps of a resumed run replace the first ones in losses, samples and counts."""
     torn, through = Curve(), Curve()
     for number in range(30):
@@ -84,7 +89,7 @@ def test_a_resumed_run_is_the_run_that_went_through() -> None:
         through.add(made(number, 1.0 / (number + 1), flags=flags))
         if number < 20:
             torn.add(made(number, 1.0 / (number + 1), flags=flags))
-    torn.undo_from(11)
+    torn.drop_from(11)
     for number in range(11, 30):
         torn.add(made(number, 1.0 / (number + 1), flags=CLIPPED if number % 3 else SKIPPED))
 
@@ -132,7 +137,7 @@ def test_verdicts(change: dict[int, float], facts: dict[str, object], word: str,
     assert bool(found.reasons) == (word == "another")
 
 
-def test_lanes_say_who_waits() -> None:
+def test_lanes_show_which_rank_waits() -> None:
     """Of two ranks that wait 1 and 5 seconds for a sum, 1 is communication and 4 is waiting for the other rank."""
     ranks = {}
     for rank, wait in ((0, 1.0), (1, 5.0)):
@@ -184,28 +189,28 @@ def test_a_log_is_read_as_it_grows(tmp_path: Path) -> None:
     content = start() + b"".join(step(number, number / 3, 2.0 + number) for number in range(40))
     whole = view_of(written(tmp_path / "whole", content))
     (tmp_path / "pieces").mkdir()
-    watching, rng, at = Watching([written(tmp_path / "pieces", b"")]), random.Random(0), 0
+    watching, rng, at = WatchedRuns([written(tmp_path / "pieces", b"")]), random.Random(0), 0
     while at < len(content):
         size = rng.randint(1, 400)
         with (tmp_path / "pieces" / "events.jsonl").open("ab") as file:
             file.write(content[at : at + size])
         at += size
-        watching.look()
+        watching.read_changes()
     pieces = json.loads(encoded(watching.read_all()[0]))
 
     for name in ("curves", "last", "facts", "counts", "num_skipped", "state"):
         assert pieces[name] == whole[name], name
 
 
-def test_a_long_log_is_sketched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_log_has_a_preview(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While most of a long log is unread, steps from the whole log are drawn, with their losses and times."""
-    monkeypatch.setattr(curve, "_PLACE_BYTES", 2_000)
+    monkeypatch.setattr(curve, "_PREVIEW_BLOCK_BYTES", 2_000)
     log = written(tmp_path / "run", start() + b"".join(step(n, n / 7, 2.0 + n) for n in range(3_000))) / "events.jsonl"
-    found = sketched(log, log.stat().st_size)
+    found = preview_of(log, log.stat().st_size)
 
     assert found is not None
     steps = found["step"]
-    assert len(steps) == NUM_PLACES
+    assert len(steps) == NUM_PREVIEW_STEPS
     assert steps[0] < 15
     assert steps[-1] > 2_970
     assert found["value"] == [pytest.approx(n / 7, rel=1e-6) for n in steps]
@@ -213,25 +218,135 @@ def test_a_long_log_is_sketched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found["seconds"] == [n - steps[0] for n in steps]
 
 
+def test_a_pause_before_a_resume_does_not_count(tmp_path: Path) -> None:
+    """A resumed process logs its checkpoint and diagnoses before its start; the run did not work in between."""
+    loaded = {"event": "loaded", "path": "there", "num_bytes": 7, "message": None}
+    content = b"".join((
+        start(), step(0, 1.0, 2.0), step(1, 0.9, 3.0),
+        line("checkpoint", step=2, seconds=403.0, **loaded),
+        line("diagnosis", rank=0, step=2, level="info", code="resumed", message="resumed", remedy=None, seconds=403.5),
+        start(first_step=2, time_seconds=404.0), step(2, 0.8, 405.0),
+    ))  # fmt: skip
+    view = view_of(written(tmp_path / "run", content))
+
+    assert view["last"]["seconds"] == 3.0  # type: ignore[index]
+    assert view["last"]["step"] == 3  # type: ignore[index]  # as the console prints it
+
+
+def test_steps_count_from_1(tmp_path: Path) -> None:
+    """Curves, diagnoses, lanes and geometry number the steps as the console does."""
+    found = line("diagnosis", rank=0, step=0, level="info", code=None, message="m", remedy=None)
+    view: dict[str, Any] = view_of(written(tmp_path / "run", start() + step(0) + found + step(1)))
+
+    assert view["curves"]["loss"]["step"] == [1, 2]
+    assert view["diagnoses"][0]["step"] == 1
+    assert view["geometry"][0]["step"] == 1
+
+
+def noisy(num_steps: int, spike_at: int | None = None) -> list[float]:
+    """Return the losses of a calm run, and of one with a spike."""
+    rng = random.Random(0)
+    losses = [2.0 + 0.02 * rng.random() for _ in range(num_steps)]
+    return [loss * (5.0 if number == spike_at else 1.0) for number, loss in enumerate(losses)]
+
+
+def test_spikes_are_those_of_the_command(tmp_path: Path) -> None:
+    """A run's spikes equal the report of `anybatch spikes`, also after a resume and if the log grows."""
+    losses = noisy(120, spike_at=80)
+    content = start() + b"".join(step(number, loss, 2.0 + number) for number, loss in enumerate(losses[:90]))
+    content += start(first_step=60) + b"".join(step(n, losses[n], 200.0 + n) for n in range(60, 120))
+    folder = written(tmp_path / "run", content)
+    view: dict[str, Any] = view_of(folder)
+    expected = [spike.step + 1 for spike in read_spikes(folder).spikes]
+
+    assert [spike["step"] for spike in view["spikes"]] == expected == [81]
+    assert view["diverged"] is False
+    pieces, found = Stability(), curve_of(losses)
+    while pieces.read(found, 1, max_steps=7) or pieces.has_unread_steps:
+        pass
+    assert [spike["step"] for spike in pieces.spikes] == [81]
+
+
+@pytest.mark.parametrize(
+    ("losses", "diverged"),
+    [
+        ([2.4, 73.0, 14.0, 13.0, 12.0], True),
+        ([2.4, 2.3, float("nan")], True),
+        ([2.4, 900.0, 400.0, 9.0, 2.5, 2.3, 2.3, 2.3, 2.3, 2.3, 2.3, 2.3], True),
+        ([2.4, 2.5, 2.6, 2.5, 2.4, 2.5], False),
+        ([2.4, 2.3, 2.2, 2.1], False),
+        ([2.4, 73.0, 1.4, 1.3, 1.2, 1.1, 1.0, 0.9], False),
+        ([2.4], False),
+        ([], False),
+    ],
+)
+def test_a_diverged_run_is_marked(losses: list[float], diverged: bool) -> None:
+    """A run has diverged if its loss is not finite or stays far above its first losses."""
+    assert has_diverged(curve_of(losses)) == diverged
+
+
+def test_only_equal_settings_drift(tmp_path: Path) -> None:
+    """A different learning rate is named as the reason for other losses; another split of the batch is not."""
+    runs = []
+    for name, settings, factor in (
+        ("first", {}, 1.0),
+        ("rate", {"learning_rate": 0.2}, 1.1),
+        ("split", {"micro_batch_size": 2}, 1.1),
+    ):
+        runs.append(written(tmp_path / name, start() + step(0) + step(1, 0.9 * factor)))
+        header(runs[-1], **settings)
+    verdicts = [run["verdict"] for run in WatchedRuns(runs).read_all()]
+
+    assert [verdict["word"] for verdict in verdicts] == ["reference", "another", "drifted"]
+    assert verdicts[1]["reasons"] == ("learning rate: 0.1 there, 0.2 here",)
+
+
+def test_any_loop_can_be_recorded(tmp_path: Path) -> None:
+    """Settings, metrics of the whole run and the end of a loop with `ab.record` are shown."""
+    with ab.record(tmp_path / "mine", rate=0.1) as run:
+        for number in range(1_000):
+            run.step(2.0 / (number + 1), num_samples=8, accuracy=number / 1_000)
+    view: dict[str, Any] = view_of(tmp_path)
+    steps = [evaluation["step"] for evaluation in view["evaluations"]]
+
+    assert (view["state"], view["settings"], view["last"]["step"]) == ("completed", {"rate": "0.1"}, 1_000)
+    assert (steps[0], steps[-1]) == (1, 1_000)
+    assert len(steps) <= 200
+
+
+def test_new_runs_appear(tmp_path: Path) -> None:
+    """A run that begins in a watched folder is added after the others."""
+    written(tmp_path / "first", start() + step(0))
+    watching = WatchedRuns([tmp_path])
+    watching.read_changes()
+    written(tmp_path / "second", start() + step(0, 0.5))
+    views: dict[int, str] = {}
+    for _ in range(9):
+        views |= watching.read_changes()
+
+    assert [run.name for run in watching.runs] == ["first", "second"]
+    assert json.loads(views[1])["last"]["loss"] == 0.5
+
+
 @pytest.mark.slow
 def test_hostile_logs_are_data(tmp_path: Path) -> None:
     """Any log becomes a small JSON view, with short and harmless texts."""
     for name, content in hostile_logs():
-        view = Watching([written(tmp_path / name.replace("/", " "), content)]).read_all()[0]
+        view = WatchedRuns([written(tmp_path / name.replace("/", " "), content)]).read_all()[0]
         text = encoded(view)
 
         assert len(text) < 700_000, name
         assert view["last"] is not None, name  # the good step in it is read
         for one in texts(json.loads(text)):
             assert len(one) <= MAX_TEXT, name
-            assert shown(one, MAX_TEXT) == one, name
+            assert cleaned(one, MAX_TEXT) == one, name
 
 
-def test_texts_lose_what_is_unseen() -> None:
+def test_invisible_characters_are_replaced() -> None:
     """Control and direction characters are replaced, line breaks stay, and long texts are truncated."""
-    assert shown("a\u202eb\x1b[2J\ud800", 100) == "a\ufffdb\ufffd[2J\ufffd"
-    assert shown("a\nb\tc", 100) == "a\nb\tc"
-    assert shown("a" * 100, 10) == "a" * 9 + "…"
+    assert cleaned("a\u202eb\x1b[2J\ud800", 100) == "a\ufffdb\ufffd[2J\ufffd"
+    assert cleaned("a\nb\tc", 100) == "a\nb\tc"
+    assert cleaned("a" * 100, 10) == "a" * 9 + "…"
 
 
 SETTINGS = {
@@ -256,14 +371,14 @@ def header(folder: Path, recipe: object = "digits", **settings: object) -> Path:
 
 def test_the_command_that_repeats_a_run(tmp_path: Path) -> None:
     """The settings in `run.json` become a command that the parser accepts."""
-    from anybatch.cli.train import read  # noqa: PLC0415 (the parser of another verb)
+    from anybatch.cli.train import read_request  # noqa: PLC0415 (the parser of another verb)
 
     told = command_of(header(tmp_path), tmp_path)["command"]
     assert told == (
         "anybatch train digits --ranks 2 --effective-batch-size 8 --micro-batch-size auto --steps 5 "
         "--learning-rate 0.1 --seed 3"
     )
-    assert read(told.split()[2:]).config.effective_batch_size == 8
+    assert read_request(told.split()[2:]).config.effective_batch_size == 8
 
 
 def test_hostile_requests_give_no_command(tmp_path: Path) -> None:
@@ -281,14 +396,14 @@ def test_hostile_requests_give_no_command(tmp_path: Path) -> None:
 def test_a_path_without_a_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A path without a log, and a missing default folder, are reported; a pipe does not block."""
     with pytest.raises(UserError):
-        Watching([tmp_path])
+        WatchedRuns([tmp_path])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError):
         command.run(["--no-browser"])
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "events.jsonl")
         with pytest.raises(UserError):
-            Watching([tmp_path])
+            WatchedRuns([tmp_path])
 
 
 def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,7 +419,39 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_door_is_the_guides(tmp_path: Path) -> None:
+def test_notes_are_saved_next_to_the_log(tmp_path: Path) -> None:
+    """A title and a note survive a restart, are harmless text, and need the secret; other bodies are refused."""
+    serve = ("import sys; from anybatch_guide.watch.command import run; run(sys.argv[1:])", "--no-browser")
+    folder = written(tmp_path / "run", start() + step(0))
+    note = {"at": 0, "title": "best", "note": "warm-up \u202e too short"}
+    with Served(tmp_path, command=(sys.executable, "-c", *serve, str(folder))) as server:
+        asked = [
+            server.ask("POST", "/api/note", note),
+            server.ask("POST", "/api/note", {**note, "at": 1}),
+            server.ask("POST", "/api/note", {**note, "at": True}),
+            server.ask("POST", "/api/note", {"at": 0}),
+            server.ask("POST", "/api/note", "["),
+            server.ask("POST", "/api/note", note, headers={"Cookie": ""}),
+            server.ask("POST", "/api/note", note, headers={"Sec-Fetch-Site": "cross-site"}),
+        ]
+    view = view_of(folder)
+
+    file = folder / "watch.json"
+    saved = file.read_text()
+    file.write_text(saved[:-1])  # edited by hand, and no longer JSON
+    with pytest.raises(OSError, match="move it away"):
+        save_note(folder / "events.jsonl", "other", "")
+    assert file.read_text() == saved[:-1], "no note is lost"
+    assert view_of(folder)["title"] == ""
+    file.write_text(saved)
+
+    assert [answer.status for answer in asked] == [200, 422, 422, 422, 422, 403, 403]
+    assert (view["title"], view["note"]) == ("best", "warm-up \ufffd too short")
+    assert sorted(path.name for path in folder.iterdir()) == ["events.jsonl", "watch.json"]
+
+
+@pytest.mark.slow
+def test_access_is_restricted(tmp_path: Path) -> None:
     """Requests without the secret, from another page, with another host, or with changes are refused."""
     serve = ("import sys; from anybatch_guide.watch.command import run; run(sys.argv[1:])", "--no-browser")
     with Served(tmp_path, command=(sys.executable, "-c", *serve, str(written(tmp_path / "run", start())))) as server:

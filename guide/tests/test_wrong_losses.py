@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from anybatch_guide.experiments import length_cuts, trainer_losses, wrong_losses
-from anybatch_guide.recording import read_recording
 from anybatch_guide.tasks.task import load
-from guide.tests.recorded_again import RECORDINGS, made_again
+from guide.tests.recorded_again import made_again, recording
 from tests.extras import skip_without
 
 skip_without("sklearn", "anybatch[guide]")
@@ -17,7 +16,7 @@ skip_without("sklearn", "anybatch[guide]")
 
 def data_of(name: str) -> Any:
     """Return the data of a recording."""
-    return read_recording(RECORDINGS / f"{name}.json").data
+    return recording(name)["data"]
 
 
 @pytest.mark.slow
@@ -32,13 +31,13 @@ def test_a_sum_of_four_means_is_four_times_the_gradient() -> None:
 
 
 @pytest.mark.slow
-def test_each_step_is_compared_with_what_it_has_seen() -> None:
+def test_each_step_is_compared_with_its_samples() -> None:
     """A loop that divides by items has no error, a loop of means has one; this needs no Trainer."""
     rows = trainer_losses.rows_of("digits")
     parts = [rows[0:16], rows[16:21], rows[21:37], rows[37:42]]
     for weights, is_right in (((16 / 21, 5 / 21), True), ((1 / 2, 1 / 2), False)):
         model = trainer_losses.Averaging(load("digits"))
-        optimizer = trainer_losses.Comparing(model)
+        optimizer = trainer_losses.ComparingOptimizer(model)
         for window in (parts[:2], parts[2:]):
             optimizer.zero_grad()
             for part, weight in zip(window, weights, strict=True):
@@ -52,7 +51,7 @@ def test_each_step_is_compared_with_what_it_has_seen() -> None:
 
 
 @pytest.mark.published
-def test_a_trainer_does_the_same_again(tmp_path: Path) -> None:
+def test_trainer_errors_are_reproduced(tmp_path: Path) -> None:
     """New Trainer steps have the recorded errors."""
     pytest.importorskip("accelerate", reason="needs the extra anybatch[peers]")
 
@@ -60,7 +59,7 @@ def test_a_trainer_does_the_same_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_engine_makes_the_recorded_cut_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_cuts_are_reproduced(monkeypatch: pytest.MonkeyPatch) -> None:
     """For one cap, the engine runs the recorded micro-batches."""
     cap = length_cuts.CAPS[-2]
     monkeypatch.setattr(length_cuts, "CAPS", (cap,))

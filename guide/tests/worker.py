@@ -3,12 +3,13 @@
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from anybatch_guide.catalogue import experiments
 from anybatch_guide.experiment import Data, Emit, Experiment
-from anybatch_guide.worker import Repertoire, everything, work
+from anybatch_guide.worker import work
 from guide.tests.connections import watch_connections
 
 NUM_STEPS, NUM_MICRO_BATCHES = 3, 4
@@ -90,22 +91,19 @@ def flood(emit: Emit) -> Data:
 EXPERIMENTS: tuple[Callable[[Emit], Data], ...] = (*(counting, endless, stuck, deaf, greedy, failing, noisy, flood),)
 
 
-def repertoire() -> Repertoire:
-    """Return the guide's repertoire and the misbehaving experiments."""
-    real = everything()
+WARMED: list[str] = []
+
+
+def offered() -> Mapping[str, Experiment]:
+    """Return the guide's experiments and the misbehaving ones."""
     own = {run.__name__: Experiment(name=run.__name__, question="?", run=run, seconds=1.0) for run in EXPERIMENTS}
-    warmed: list[str] = []
-    own["warmed"] = Experiment(name="warmed", question="?", run=lambda _tell: {"warmed": warmed}, seconds=1.0)
+    own["warmed"] = Experiment(name="warmed", question="?", run=lambda _tell: {"warmed": WARMED}, seconds=1.0)
     only_recorded = Experiment(name="only_recorded", question="?", run=counting, seconds=600.0, runs_here=False)
-    return Repertoire(
-        experiments={**real.experiments, **own, "only_recorded": only_recorded},
-        playground=real.playground,
-        warm=lambda: warmed.append("once"),
-    )
+    return {**experiments(), **own, "only_recorded": only_recorded}
 
 
 def main(words: Sequence[str]) -> None:
     """Run as a worker."""
     if words:
         watch_connections(Path(words[0]))
-    work(repertoire)
+    work(offered, lambda: WARMED.append("once"))

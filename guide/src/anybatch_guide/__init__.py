@@ -1,1 +1,1 @@
-"""The guide: a page that explains gradient accumulation with numbers computed by PyTorch, live or in recorded runs."""
+"""The guide: a page that explains gradient accumulation with numbers from PyTorch, computed live or recorded."""

@@ -2,16 +2,12 @@
 
 import importlib
 import pkgutil
+from operator import attrgetter
 
 from anybatch_guide import experiments as folder
 from anybatch_guide.claims.catalogue import CLAIMS
 from anybatch_guide.claims.claim import experiment_of
 from anybatch_guide.experiment import Experiment
-
-
-def names() -> tuple[str, ...]:
-    """Return the names of all experiments, sorted."""
-    return tuple(experiments())
 
 
 def experiments() -> dict[str, Experiment]:
@@ -21,6 +17,4 @@ def experiments() -> dict[str, Experiment]:
     ]
     found = [value for module in modules for value in vars(module).values() if isinstance(value, Experiment)]
     all_experiments = [*found, *map(experiment_of, CLAIMS.values())]
-    return {
-        experiment.name: experiment for experiment in sorted(all_experiments, key=lambda experiment: experiment.name)
-    }
+    return {experiment.name: experiment for experiment in sorted(all_experiments, key=attrgetter("name"))}

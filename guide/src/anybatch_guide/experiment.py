@@ -1,4 +1,4 @@
-"""`Experiment`, a measurement shown on the page, and `Provenance`, where and how its data was computed."""
+"""`Experiment`: a measurement for the page. `Provenance`: where, when and how its data was computed."""
 
 import datetime as dt
 import platform
@@ -17,22 +17,27 @@ Emit = Callable[[Mapping[str, Any]], None]
 """Sends one event to the page while an experiment runs: a record of the engine or of the guide."""
 
 
+def emit_progress(emit: Emit, done: int, of: int, what: str) -> None:
+    """Emit the progress of an experiment; `emit` raises to cancel it."""
+    emit({"kind": "guide.progress", "done": done, "of": of, "what": what})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
     """A repeatable measurement."""
 
     name: str  # its name in recordings, links and on the command line: lower case, with underscores
     question: str  # the question it answers, in one line
-    # function (emit) -> data. It sets its own seeds, changes no state of the process, and calls `emit` often enough to
-    # be cancelled: `emit` raises to end it
+    # function (emit) -> data. It sets its own seeds, changes no state of the process, and calls `emit` often, because
+    # `emit` raises if the run is cancelled
     run: Callable[[Emit], Data]
     seconds: float  # approximate duration on two cores
     runs_here: bool = True  # whether the page may run it. Experiments that take minutes, or ranks, are only recorded
-    # the largest relative difference of a number between two recordings with the same versions; 0 for the same bits.
+    # largest relative difference of a number between two recordings with the same versions; 0 for equal bits.
     # Names in `noisy` are not compared
     tolerance: float = 0.0
     noisy: tuple[str, ...] = ()  # names of numbers, anywhere in the data, that depend on the machine, such as seconds
-    # measured packages other than torch, whose versions are recorded; the guide does not need them
+    # other packages whose versions are recorded, because the experiment measures them
     packages: tuple[str, ...] = ()
 
 
@@ -47,10 +52,10 @@ class Provenance:
     command: str  # the command that reproduces it
 
 
-def made_here(
+def provenance_here(
     experiment: str, *, packages: Sequence[str] = (), commit: str | None = None, today: dt.date | None = None
 ) -> Provenance:
-    """Return the provenance of data computed in this process, with the versions of further packages."""
+    """Return the provenance of data computed in this process, including the versions of `packages`."""
     day = dt.datetime.now(tz=dt.UTC).date() if today is None else today
     return Provenance(
         date=day.isoformat(),

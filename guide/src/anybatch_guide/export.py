@@ -1,4 +1,4 @@
-"""The built page: read from its folder, and exported, as a folder for any web server or as one local file.
+"""Read the built page from its folder, and export it as a folder for any web server or as one local file.
 
 The exported page is in static mode: it computes nothing and sends no requests, but shows all recordings.
 """
@@ -73,12 +73,12 @@ def recordings(page: Mapping[str, Asset]) -> dict[str, str]:
     return {name: page[path].content.decode().strip() for path, name in names.items()}
 
 
-def with_transport(html: str, word: Literal["live", "static"]) -> str:
+def with_transport(html: str, mode: Literal["live", "static"]) -> str:
     """Return the page with its mode set: "live" with a server, "static" without."""
-    changed, num_places = _TRANSPORT.subn(rf"\g<1>{word}\g<2>", html)
-    if num_places != 1:
+    changed, num_matches = _TRANSPORT.subn(rf"\g<1>{mode}\g<2>", html)
+    if num_matches != 1:
         message = (
-            f'index.html has {num_places} elements <meta name="anybatch-guide" ...> instead of one: build it again.'
+            f'index.html has {num_matches} elements <meta name="anybatch-guide" ...> instead of one: build it again.'
         )
         raise UserError(message)
     return changed
@@ -165,14 +165,14 @@ def single_file(page: Mapping[str, Asset]) -> str:
 
 def with_policy(html: str, policy: str) -> str:
     """Return the page with a content security policy before everything it applies to."""
-    changed, num_places = re.subn(
+    changed, num_matches = re.subn(
         r'<meta charset="utf-8"\s*/?>',
         lambda match: f'{match.group()}\n<meta http-equiv="Content-Security-Policy" content="{policy}">',
         html,
         count=1,
         flags=re.IGNORECASE,
     )
-    if not num_places:
+    if not num_matches:
         message = 'index.html has no <meta charset="utf-8">, which has to precede the policy: build it again.'
         raise UserError(message)
     return changed
@@ -192,9 +192,9 @@ def _hash(text: str) -> str:
 
 
 def _script_text(page: Mapping[str, Asset], path: str) -> str:
-    """Return a script for inline use: nothing in it looks like the end or the start of a script."""
+    """Return a script for inline use, with `<` replaced in `<script` and `</script`."""
     text = _asset(page, path).content.decode()
-    # Such text occurs only in strings, where \x3c is the same character.
+    # These tags occur only in strings, where \x3c is the same character.
     return _TAG_IN_SCRIPT.sub(lambda _match: r"\x3c", text)
 
 

@@ -1,11 +1,12 @@
-"""The grid of recorded playground runs for a page without an engine, and their compact form."""
+"""The recorded playground runs for a page without a server: their settings, and their compact form."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, get_args
 
-from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
+from anybatch_guide.lines import significant
 from anybatch_guide.playground import PlaygroundSetting, run
 from anybatch_guide.programs import as_command, as_python, templates
 from anybatch_guide.setting import (
@@ -26,7 +27,7 @@ TASK_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "shapes": {"steps": 40, "optimizer": "adamw", "adamw": 0.003, "sgd": 0.1, "norm": "batch", "classes": 4},
     "text": {"steps": 30, "optimizer": "adamw", "adamw": 0.01, "sgd": 0.5, "norm": "none", "classes": 256},
 }
-"""The defaults of a task: steps, optimizer, learning rate by optimizer, norm; and its number of classes."""
+"""Defaults of each task (steps, optimizer, learning rate by optimizer, norm), and its number of classes."""
 DIGITS_LIMITS_KIB = (4096, 2048, 512)
 """Memory limits for micro-batches of 64 digits: one that fits, one that needs smaller micro-batches, one too low."""
 _MISTAKES = tuple(name for name in get_args(MistakeName) if name)
@@ -37,12 +38,12 @@ def task_setting(
     micro: int,
     accumulation: int,
     optimizer: OptimizerName | None = None,
-    **more: Any,  # noqa: ANN401 (values of any field)
+    **extra: Any,  # noqa: ANN401 (values of any field)
 ) -> PlaygroundSetting:
     """Return a setting with a task's defaults."""
     defaults = TASK_DEFAULTS[task]
     optimizer = optimizer or defaults["optimizer"]
-    fields = {"norm": defaults["norm"], "steps": defaults["steps"], "learning_rate": defaults[optimizer], **more}
+    fields = {"norm": defaults["norm"], "steps": defaults["steps"], "learning_rate": defaults[optimizer], **extra}
     return PlaygroundSetting(
         task=task,  # type: ignore[arg-type]
         micro_batch_size=micro,
@@ -74,8 +75,8 @@ def digits_settings() -> list[PlaygroundSetting]:
     settings += [task_setting("digits", micro, 4, "sgd", ranks=2) for micro in (4, 16, 64)]
     settings += [task_setting("digits", 64, 4, "sgd", memory_limit_kib=limit) for limit in DIGITS_LIMITS_KIB]
     # The initial runs are in a separate recording.
-    known = opening_settings()
-    return [setting for setting in settings if setting not in known]
+    opening = opening_settings()
+    return [setting for setting in settings if setting not in opening]
 
 
 def spirals_settings() -> list[PlaygroundSetting]:
@@ -114,10 +115,10 @@ def text_settings() -> list[PlaygroundSetting]:
 
 
 def record_runs(settings: Sequence[PlaygroundSetting], emit: Emit) -> list[dict[str, Any]]:
-    """Run settings one after another, and return each in compact form: setting, metrics by step, memory."""
+    """Run every setting, and return the runs in compact form: setting, metrics by step, memory."""
     runs = []
     for done, setting in enumerate(settings):
-        emit({"kind": "guide.progress", "done": done, "of": len(settings), "what": as_command(setting)})
+        emit_progress(emit, done, len(settings), as_command(setting))
         runs.append(record_run(setting, emit))
     return runs
 
@@ -135,7 +136,7 @@ def first_micro_batches(setting: PlaygroundSetting) -> list[dict[str, Any]]:
 
 
 def record_run(setting: PlaygroundSetting, emit: Emit) -> dict[str, Any]:
-    """Run one setting; return its metrics by step, rounded to the resolution of a curve, and the spiral surfaces."""
+    """Run one setting; return its metrics by step, rounded for a chart, and the predicted surfaces of spirals."""
     surfaces: list[Mapping[str, Any]] = []
 
     def keep_surfaces(line: Mapping[str, Any]) -> None:
@@ -165,11 +166,11 @@ def record_run(setting: PlaygroundSetting, emit: Emit) -> dict[str, Any]:
 
 def rounded(values: Sequence[float | None], digits: int) -> list[float | None]:
     """Return numbers rounded to the given number of significant digits."""
-    return [None if value is None else float(f"{value:.{digits}g}") for value in values]
+    return [None if value is None else significant(value, digits) for value in values]
 
 
 def run_opening(emit: Emit) -> Data:
-    """Return the initial runs of the page, and all data it needs about settings."""
+    """Return the initial runs of the page, and the limits, defaults and program templates of settings."""
     examples = [
         PlaygroundSetting(),
         task_setting("spirals", 4, 8, "sgd", mistake="clip_each", seed=7),
@@ -191,16 +192,16 @@ def run_opening(emit: Emit) -> Data:
     }
 
 
-def experiment_of(task: str, settings: Sequence[PlaygroundSetting], seconds: float, **more: Any) -> Experiment:  # noqa: ANN401 (further data)
+def experiment_of(task: str, settings: Sequence[PlaygroundSetting], seconds: float, **extra: Any) -> Experiment:  # noqa: ANN401 (further data)
     """Return the experiment that records the runs of a task."""
 
-    def run_all(more: Mapping[str, Any], emit: Emit) -> Data:
-        return {"runs": record_runs(settings, emit), **more}
+    def run_all(extra: Mapping[str, Any], emit: Emit) -> Data:
+        return {"runs": record_runs(settings, emit), **extra}
 
     return Experiment(
         name=f"playground_{task}",
         question=f"What do runs of the playground's task {task} do?",
-        run=partial(run_all, more),
+        run=partial(run_all, extra),
         seconds=seconds,
         runs_here=False,
         tolerance=1e-3,

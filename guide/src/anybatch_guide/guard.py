@@ -42,7 +42,7 @@ HEADERS: Final[tuple[Header, ...]] = (
 )
 _READING, _CHANGING = ("GET", "HEAD"), ("POST", "DELETE")
 _HOST: Final = re.compile(r"(?:\[([0-9a-f:]{2,45})\]|([a-z0-9.-]{1,253}))(?::[0-9]{1,5})?")
-_ONLY_ONCE: Final = (b"origin", b"sec-fetch-site", b"content-type", b"content-length", b"x-anybatch")
+_SINGLE_HEADERS: Final = (b"origin", b"sec-fetch-site", b"content-type", b"content-length", b"x-anybatch")
 _MAX_QUERY_BYTES: Final = 256
 
 
@@ -56,22 +56,22 @@ class Admission:
     # the secret in the printed address, and later in the cookie
     secret: str = field(default_factory=secrets.token_urlsafe, repr=False)
     # a single-use secret for one browser, because other users can see the arguments of a program
-    once: str | None = field(default=None, repr=False)
+    one_time_key: str | None = field(default=None, repr=False)
 
     @property
     def cookie_name(self) -> str:
         """The name of the cookie."""
         return f"anybatch-{self.port}"
 
-    def launches(self, key: str) -> bool:
+    def accepts_key(self, key: str) -> bool:
         """Return whether an address with this key is accepted."""
-        if self.once is not None and secrets.compare_digest(key.encode(), self.once.encode()):
-            # Used once only: other users of the machine can read the address that a browser was started with.
-            self.once = None
+        if self.one_time_key is not None and secrets.compare_digest(key.encode(), self.one_time_key.encode()):
+            # Single use, because other users of the machine can read the address that a browser was started with.
+            self.one_time_key = None
             return True
         return secrets.compare_digest(key.encode(), self.secret.encode())
 
-    def admits(self, cookies: Iterable[bytes]) -> bool:
+    def accepts_cookies(self, cookies: Iterable[bytes]) -> bool:
         """Return whether one of the Cookie headers contains the secret of this server."""
         pairs = [pair.strip().partition(b"=") for header in cookies for pair in header.split(b";")]
         values = [value for name, _, value in pairs if name == self.cookie_name.encode()]
@@ -81,7 +81,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A response of the guard: a refusal, or a redirect to the page."""
+    """A response of the guard: an error, or a redirect to the page."""
 
     status: HTTPStatus
     code: str
@@ -89,7 +89,7 @@ class Answer:
     headers: tuple[Header, ...] = ()
 
     async def send(self, send: Send) -> None:
-        """Send it as JSON, and close the connection without reading the rest of it."""
+        """Send the response as JSON, and close the connection without reading the rest of the request."""
         body = json.dumps({"code": self.code, "message": self.message}).encode()
         entity_headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         headers = [*entity_headers, (b"connection", b"close"), *self.headers]
@@ -126,25 +126,19 @@ class Guard:
                 await body.send(send)
                 return
             # The body was read here, but the application has to read it too.
-            receive = _replayed(body, receive)
+            receive = _replay(body, receive)
         await self._app(scope, receive, send)
 
     def _answer(self, request: "_Request") -> Answer | None:
-        """Return a response that does not depend on the body; None to accept the request."""
-        for look in (
-            _look_at_host,
-            _look_at_origin,
-            _look_at_method,
-            _look_at_secret,
-            _look_at_form,
-        ):
-            answer = look(request, self._admission, self._limits)
+        """Return an error or a redirect; None to accept the request, whose body is checked later."""
+        for check in (_check_host, _check_origin, _check_method, _check_secret, _check_form):
+            answer = check(request, self._admission, self._limits)
             if answer is not None:
                 return answer
         return None
 
     async def _body(self, receive: Receive) -> bytes | Answer:
-        """Return the complete body; do not trust the Content-Length of the client."""
+        """Return the complete body, or an error; the client's Content-Length is not trusted."""
         body = bytearray()
         try:
             async with asyncio.timeout(self._limits.body_seconds):
@@ -190,20 +184,20 @@ def host_name(host: bytes) -> str | None:
     return None if match is None else match.group(1) or match.group(2)
 
 
-def _look_at_host(request: _Request, admission: Admission, _limits: Limits) -> Answer | None:
+def _check_host(request: _Request, admission: Admission, _limits: Limits) -> Answer | None:
     hosts = request.all(b"host")
     if len(hosts) != 1 or host_name(hosts[0]) not in admission.hosts:
         message = "Unknown host name; this server accepts: " + ", ".join(sorted(admission.hosts))
         return Answer(HTTPStatus.MISDIRECTED_REQUEST, "host", message)
     if request.all(b"upgrade"):
         return Answer(HTTPStatus.BAD_REQUEST, "upgrade", "Protocol upgrades are not supported.")
-    # With two values, this check and the application could use different ones.
-    if any(len(request.all(name)) > 1 for name in _ONLY_ONCE):
-        return Answer(HTTPStatus.BAD_REQUEST, "headers", "A header that is allowed once is present twice.")
+    # Of two values, the guard and the application could use different ones.
+    if any(len(request.all(name)) > 1 for name in _SINGLE_HEADERS):
+        return Answer(HTTPStatus.BAD_REQUEST, "headers", "A header that may occur only once is present twice.")
     return None
 
 
-def _look_at_origin(request: _Request, _admission: Admission, _limits: Limits) -> Answer | None:
+def _check_origin(request: _Request, _admission: Admission, _limits: Limits) -> Answer | None:
     site = request.first(b"sec-fetch-site")
     # A typed address has no requesting site; only the page may be opened like this.
     is_page = request.path == "/" and request.first(b"sec-fetch-dest") in (None, b"document")
@@ -217,7 +211,7 @@ def _look_at_origin(request: _Request, _admission: Admission, _limits: Limits) -
     return None
 
 
-def _look_at_method(request: _Request, _admission: Admission, _limits: Limits) -> Answer | None:
+def _check_method(request: _Request, _admission: Admission, _limits: Limits) -> Answer | None:
     api = request.path.startswith("/api/")
     allowed = (*_READING, *_CHANGING) if api else _READING
     if request.method in allowed:
@@ -226,15 +220,15 @@ def _look_at_method(request: _Request, _admission: Admission, _limits: Limits) -
     return Answer(HTTPStatus.METHOD_NOT_ALLOWED, "method", f"The method {request.method} is not supported.", headers)
 
 
-def _look_at_secret(request: _Request, admission: Admission, _limits: Limits) -> Answer | None:
+def _check_secret(request: _Request, admission: Admission, _limits: Limits) -> Answer | None:
     key = _launch_key(request)
-    if key is not None and admission.launches(key):
+    if key is not None and admission.accepts_key(key):
         cookie = f"{admission.cookie_name}={admission.secret}; HttpOnly; SameSite=Strict; Path=/"
         # Redirect, so that the secret does not stay in the address bar.
         headers = ((b"location", b"/"), (b"set-cookie", cookie.encode()))
         return Answer(HTTPStatus.SEE_OTHER, "welcome", "The page is at /.", headers)
     # A wrong key in the address is refused, even from a browser that has the cookie.
-    if key is None and admission.admits(request.all(b"cookie")):
+    if key is None and admission.accepts_cookies(request.all(b"cookie")):
         return None
     message = "Use the complete address from the terminal, including the part after the question mark."
     return Answer(HTTPStatus.FORBIDDEN, "secret", message)
@@ -247,14 +241,14 @@ def _launch_key(request: _Request) -> str | None:
     return next(iter(parse_qs(request.query.decode("latin-1")).get("k", [])), None)
 
 
-def _look_at_form(request: _Request, _admission: Admission, limits: Limits) -> Answer | None:
+def _check_form(request: _Request, _admission: Admission, limits: Limits) -> Answer | None:
     if request.method not in _CHANGING:
         return None
-    # A foreign page cannot set this header without a preflight request, which is always refused here.
+    # Another page cannot set this header without a preflight request, which the guard always refuses.
     if request.first(b"x-anybatch") != b"1":
         return Answer(HTTPStatus.FORBIDDEN, "header", "A change needs the header X-Anybatch: 1.")
     media_type = (request.first(b"content-type") or b"").partition(b";")[0].strip().lower()
-    # A DELETE may have no body, and then no type.
+    # A DELETE without a body has no content type.
     if media_type != b"application/json" and not (request.method == "DELETE" and not media_type):
         return Answer(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "type", "The body must be application/json.")
     length = request.first(b"content-length")
@@ -281,11 +275,11 @@ def _with_headers(send: Send) -> Send:
     return send_with_headers
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
+def _replay(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that replays a body that was read before, then forwards."""
-    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:
-        return left.pop() if left else await receive()
+        return unread.pop() if unread else await receive()
 
     return receive_again

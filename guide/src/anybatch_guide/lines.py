@@ -1,4 +1,4 @@
-"""Events for the page, one JSON object each: records of the engine in log format, and events of the guide."""
+"""Events for the page as JSON objects: the engine's records in the format of its log, and events of the guide."""
 
 import math
 import time
@@ -7,7 +7,7 @@ from typing import Any
 
 from anybatch.core.records import MemoryRecord, PhaseRecord, Record
 from anybatch.events.jsonl import line_of
-from anybatch.events.schema import SCHEMA_VERSION
+from anybatch.events.log_lines import SCHEMA_VERSION
 from anybatch_guide.experiment import Emit
 
 NOT_SHOWN = (PhaseRecord, MemoryRecord)
@@ -38,6 +38,11 @@ class RecordLines:
     def _next(self) -> int:
         self._sequence += 1
         return self._sequence - 1
+
+
+def significant(value: float, digits: int) -> float:
+    """Return a number rounded to the given number of significant digits."""
+    return float(f"{value:.{digits}g}")
 
 
 def finite(value: float) -> float | None:

@@ -24,10 +24,10 @@ class _AllStepsMade(Exception):  # noqa: N818 (nothing went wrong)
 
 
 class LoopWatch:
-    """Emits the engine's records for a plain loop: micro-batches, steps, and the memory of one step.
+    """Emits records of a plain loop like the engine's: micro-batches, steps, and the memory of one step.
 
-    Hooks on the model and the optimizer see the start of forwards and updates, and the criterion sees every loss. The
-    gradient norm is the norm at the optimizer step, after clipping if the loop clips.
+    Hooks on the model and the optimizer report the start of forwards and updates, and the criterion reports losses.
+    The gradient norm is the norm in the optimizer step, after clipping if the loop clips.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class LoopWatch:
         self._num_samples += len(args[0])
         if self._ledger is not None:
             self._ledger.mark(f"micro-batch {self._position + 1}")
-            self._ledger.hold("inputs", args)
+            self._ledger.categorize("inputs", args)
         self._report_micro_batch("begin")
         self._view.begin(args[0])
 
@@ -119,12 +119,12 @@ class LoopWatch:
         self._step += 1
         self._position = self._num_samples = 0
         self._means.clear()
-        # The engine ends a run in the same way.
+        # The engine raises the same error.
         if not torch.isfinite(torch.tensor(record.loss)):
             message = f"the loss of step {record.step} is {record.loss}."
             raise NonFiniteError(message)
         if self._step == self._setting.steps:
-            # Only an exception leaves the hand-written loop.
+            # An exception is the only way to leave the hand-written loop.
             raise _AllStepsMade
         self._record_memory()
 
@@ -151,10 +151,10 @@ class LoopWatch:
             return
         states = (value for state in self._optimizer.state.values() for value in state.values())
         gradients = (parameter.grad for parameter in self._model.parameters() if parameter.grad is not None)
-        self._ledger.hold("weights", self._model.parameters())
-        self._ledger.hold("buffers", self._model.buffers())
-        self._ledger.hold("gradients", gradients)
-        self._ledger.hold("optimizer", (value for value in states if isinstance(value, Tensor)))
+        self._ledger.categorize("weights", self._model.parameters())
+        self._ledger.categorize("buffers", self._model.buffers())
+        self._ledger.categorize("gradients", gradients)
+        self._ledger.categorize("optimizer", (value for value in states if isinstance(value, Tensor)))
 
     def _report_micro_batch(self, event: SpanEvent) -> None:
         # The loss is known only after the forward.

@@ -33,9 +33,9 @@ class ViewObserver(Protocol):
 class MicroBatchView:
     """An observer that shows each micro-batch in single-step mode: its samples, its gradient, and the sum so far.
 
-    It shows evenly spaced components of the gradient of the last layer's weight: the gradient of one backward, read
-    where autograd accumulates it, and the sum including earlier ones. The sum is local to this rank, even if the last
-    backward has started to send it. Without a viewer, the observer does nothing and creates no tensor.
+    The shown components are evenly spaced in the gradient of the last layer's weight. The gradient of one backward is
+    read where autograd accumulates it. The sum is this rank's, even if the last backward has started to reduce it.
+    Outside single-step mode, the observer does nothing and creates no tensor.
     """
 
     def __init__(self, model: nn.Module, task: PlaygroundTask, observer: ViewObserver) -> None:
@@ -43,13 +43,13 @@ class MicroBatchView:
         self._encode = _ENCODERS[task.name]
         self._weight = [parameter for parameter in model.parameters() if parameter.dim() > 1][-1]
         size = self._weight.numel()
-        self._places = torch.linspace(0, size - 1, min(NUM_CELLS, size)).round().long().numpy()
+        self._indices = torch.linspace(0, size - 1, min(NUM_CELLS, size)).round().long().numpy()
         self._samples: Mapping[str, Any] = {}
-        self._before: Any = 0.0
-        self._own: Any = None
-        # The node where autograd adds to `.grad`; the hook only reads. It lives as long as the node, which is kept.
-        adding: Any = self._weight.view_as(self._weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        self._adding, self._handle = adding, adding.register_prehook(self._see)
+        self._previous_sum: Any = 0.0
+        self._grad: Any = None
+        # The node where autograd adds to `.grad`. Keep it, because the hook, which only reads, lives as long as it.
+        accumulate_node: Any = self._weight.view_as(self._weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self._accumulate_node, self._handle = accumulate_node, accumulate_node.register_prehook(self._read_gradient)
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -62,16 +62,16 @@ class MicroBatchView:
 
     def begin(self, inputs: Tensor) -> None:
         """Record the inputs of the next micro-batch."""
-        self._own = None
+        self._grad = None
         if self._observer.is_stepped:
             self._samples = self._encode(inputs[:NUM_SAMPLES])
             gradient = self._weight.grad
-            self._before = 0.0 if gradient is None else self._cells(gradient)
+            self._previous_sum = 0.0 if gradient is None else self._cells(gradient)
 
     def observe(self, record: Record, /) -> None:
         """Report a micro-batch after its backward."""
-        # A policy may run all forwards first and then one backward, without separate gradients.
-        if isinstance(record, MicroBatchRecord) and record.event == "end" and self._own is not None and self._samples:
+        # A BatchNorm policy may run all forwards before one backward, so there is no gradient per micro-batch.
+        if isinstance(record, MicroBatchRecord) and record.event == "end" and self._grad is not None and self._samples:
             self._observer.add_micro_batch(
                 {
                     "rank": record.rank,
@@ -79,24 +79,24 @@ class MicroBatchView:
                     "position": record.position,
                     "num_samples": record.num_samples,
                     "samples": self._samples,
-                    "gradient": _rounded(self._own),
-                    "sum": _rounded(self._before + self._own),
+                    "gradient": _rounded(self._grad),
+                    "sum": _rounded(self._previous_sum + self._grad),
                 }
             )
-            self._samples, self._own = {}, None
+            self._samples, self._grad = {}, None
 
     def close(self) -> None:
         """Remove the hook."""
         self._handle.remove()
 
-    def _see(self, gradients: tuple[Tensor, ...]) -> None:
+    def _read_gradient(self, gradients: tuple[Tensor, ...]) -> None:
         if self._observer.is_stepped:
-            self._own = self._cells(gradients[0])
+            self._grad = self._cells(gradients[0])
 
     def _cells(self, gradient: Tensor) -> Any:  # noqa: ANN401 (an array of numpy)
-        # Use numpy: a tensor would count as memory of the step. Indexing copies.
+        # Use numpy, because a tensor would count as memory of the step. Indexing copies.
         numbers: Any = gradient.detach().reshape(-1).numpy()
-        return numbers[self._places]
+        return numbers[self._indices]
 
 
 def _rounded(numbers: Any) -> list[float]:  # noqa: ANN401 (an array of numpy)

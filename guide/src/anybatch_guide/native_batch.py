@@ -1,4 +1,4 @@
-"""The native batch as reference of a playground run: the same steps on one rank without accumulation."""
+"""The reference of a playground run: the same steps on one rank, without accumulation (the native batch)."""
 
 import itertools
 import math
@@ -20,12 +20,12 @@ from anybatch_guide.training import FINAL_FACTOR, MAX_NORM, Parts, batches_of, e
 
 
 def first_gradient_difference(setting: PlaygroundSetting, task: PlaygroundTask, change: Tensor | None) -> float | None:
-    """Return |g - g_native| / |g_native| for the first gradients; None if one is missing or not finite."""
+    """Return |change - native change| / |native change| of the first step; None if it is missing or not finite."""
     if change is None:
         return None
     parts = _first_parts(setting, task)
     engine = engine_of(setting, task, parts, micro_batch_size=setting.effective_batch_size)
-    native = _moved(parts, setting, task, engine, nullcontext())
+    native = _parameter_change(parts, setting, task, engine, nullcontext())
     difference = float((change - native).norm() / native.norm())
     return difference if math.isfinite(difference) else None
 
@@ -33,16 +33,16 @@ def first_gradient_difference(setting: PlaygroundSetting, task: PlaygroundTask, 
 def first_step(setting: PlaygroundSetting, task: PlaygroundTask) -> Tensor | None:
     """Return the change of the parameters in the first step of a run, as a flat tensor.
 
-    It is an SGD step with a learning rate of 1, so it includes every effect of a mistake on the gradient or the
-    rate. Called on every rank of the run, within its memory limit; None if the limit is too low.
+    The step is an SGD step with a learning rate of 1, so the change includes the effect of a mistake on the gradient
+    and the rate. Call it on every rank. None if the memory limit of the run is too low.
     """
     parts = _first_parts(setting, task)
     if setting.mistake:
-        return _moved_by_loop(parts, setting, task)
+        return _parameter_change_of_loop(parts, setting, task)
     norms: Policy | PolicyName = policy_of(setting.norm_policy)
     engine = engine_of(setting, task, parts, micro_batch_size=setting.micro_batch_size, norms=norms)
     try:
-        return _moved(parts, setting, task, engine, limited(setting, task, parts))
+        return _parameter_change(parts, setting, task, engine, limited(setting, task, parts))
     except (MemoryExhaustedError, torch.OutOfMemoryError):
         return None
 
@@ -53,7 +53,7 @@ def _first_parts(setting: PlaygroundSetting, task: PlaygroundTask) -> Parts:
     return model, optimizer, LinearLR(optimizer, 1.0, FINAL_FACTOR, total_iters=setting.steps)
 
 
-def _moved(
+def _parameter_change(
     parts: Parts,
     setting: PlaygroundSetting,
     task: PlaygroundTask,
@@ -66,7 +66,7 @@ def _moved(
     return before - flat(parts[0])
 
 
-def _moved_by_loop(parts: Parts, setting: PlaygroundSetting, task: PlaygroundTask) -> Tensor:
+def _parameter_change_of_loop(parts: Parts, setting: PlaygroundSetting, task: PlaygroundTask) -> Tensor:
     model, optimizer, scheduler = parts
     before = flat(model)
     loader = MicroBatches(task.rows, setting.micro_batch_size, setting.seed)
@@ -118,5 +118,5 @@ class ReferenceRun:
         return float((flat(model) - expected).norm() / expected.norm())
 
     def close(self) -> None:
-        """Drop the reference to the model."""
+        """Close the engine."""
         self._engine.close()

@@ -29,9 +29,9 @@ def run(
     clock: Callable[[], float] = time.monotonic,
     is_stepped: Callable[[], bool] = lambda: False,
 ) -> Data:
-    """Train with a setting, and emit every micro-batch and step; `emit` may block, and raises to end the run.
+    """Train with a setting, and emit every micro-batch and step; `emit` may block to pause, or raise to end the run.
 
-    The plain loop, which `as_python` returns as a program with the same losses:
+    The same loop in plain code; `as_python` returns it as a program with equal losses:
 
     ```python
     torch.manual_seed(setting.seed)
@@ -40,11 +40,11 @@ def run(
         engine.step(batch)
     ```
 
-    A reference run uses the native batch: the same engine on one rank, without accumulation, limit or
-    policy. After each step the event `guide.match` has the relative difference of the two runs' parameters, and after
-    the first step, `guide.first_gradient` has the difference of their first gradients: rounding may grow to any
-    difference of parameters, but different first gradients mean different training. A loss that is not finite, or a
-    memory limit that is too low for any micro-batch, ends the run as failed.
+    A reference run makes the same steps on one rank, without accumulation, memory limit or BatchNorm policy. After each
+    step, the event `guide.match` has the relative difference between the parameters of both runs, which may grow from
+    rounding alone. After the first step, `guide.first_gradient` has the relative difference between their gradients:
+    if it exceeds rounding, the training differs. A loss that is not finite, or a memory limit that is too low for any
+    micro-batch, ends the run with the status "failed".
     """
     task = load(setting.task, norm=setting.norm)
     with isolated(), closing(reference_run(setting, task)) as reference:
@@ -65,8 +65,8 @@ def run(
 
 
 def warm() -> None:
-    """Warm up: import scikit-learn for the images, and make one step."""
-    # Without scikit-learn, warming up with digits is not possible.
+    """Load the slow imports (scikit-learn has the images), and make one step."""
+    # Without scikit-learn there is no warm-up.
     with suppress(DataError):
         run(PlaygroundSetting(micro_batch_size=1, accumulation_steps=1, steps=1), lambda _: None)
 

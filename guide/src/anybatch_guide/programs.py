@@ -1,4 +1,4 @@
-"""Programs and command lines that repeat a playground run. The page fills the same templates."""
+"""Programs and command lines that repeat a playground run. The page fills in the same templates."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -7,7 +7,7 @@ from string import Template
 from anybatch_guide.mistakes.mistake import MISTAKES, source_of
 from anybatch_guide.setting import GHOST_SAMPLES, PlaygroundSetting
 
-_BEGINNING = '''"""$task, $cut = $effective_batch_size samples a step.
+_HEADER = '''"""$task, $cut = $effective_batch_size samples a step.
 
 Run it: $launch program.py
 """
@@ -20,7 +20,7 @@ model = task.model()
 optimizer = torch.optim.$optimizer_class(model.parameters(), lr=$learning_rate)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=$steps)
 """
-_ENGINE = f"""{_BEGINNING}
+_ENGINE = f"""{_HEADER}
 import torch
 
 import anybatch as ab
@@ -52,7 +52,7 @@ _WITHOUT_LIMIT: Mapping[str, str] = {
     ),
 }
 _WITHOUT_GROUPS: Mapping[str, str] = {"from anybatch.norms import Ghost\n": ""}
-_LOOP = f"""{_BEGINNING}
+_LOOP = f"""{_HEADER}
 from collections.abc import Callable, Iterable
 
 import torch
@@ -103,9 +103,9 @@ _CLASSES: Mapping[str, str] = {"sgd": "SGD", "adamw": "AdamW"}
 
 
 def templates() -> Mapping[str, str]:
-    """Return the program templates of each mistake and of the engine, with `$name` for values of the setting.
+    """Return the program templates by name (see `template_of`), with `$name` for values of the setting.
 
-    Engine templates are named by `template_of`: one for each optional feature.
+    There is one for each mistake, and one for each combination of optional engine features.
     """
     engines = {
         "": _without(_without(_ENGINE, _WITHOUT_LIMIT), _WITHOUT_GROUPS),
@@ -121,7 +121,7 @@ def templates() -> Mapping[str, str]:
 
 
 def as_python(setting: PlaygroundSetting) -> str:
-    """Return a complete program that prints the loss of each step, bitwise equal to `run(setting)`."""
+    """Return a complete program that prints the loss of each step; the losses are bitwise equal to `run(setting)`."""
     return Template(templates()[template_of(setting)]).substitute(values_of(setting))
 
 
@@ -131,8 +131,8 @@ def template_of(setting: PlaygroundSetting) -> str:
     return setting.mistake or " ".join(needs)
 
 
-def _without(text: str, left_out: Mapping[str, str]) -> str:
-    for part, rest in left_out.items():
+def _without(text: str, replacements: Mapping[str, str]) -> str:
+    for part, rest in replacements.items():
         assert part in text
         text = text.replace(part, rest)
     return text
@@ -150,7 +150,7 @@ def as_command(setting: PlaygroundSetting) -> str:
 
 
 def values_of(setting: PlaygroundSetting) -> Mapping[str, str]:
-    """Return the value of each name in a template."""
+    """Return the values to fill into a template, by name."""
     values = {field.name: str(getattr(setting, field.name)) for field in fields(setting)}
     return {
         **values,

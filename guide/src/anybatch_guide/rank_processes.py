@@ -27,10 +27,10 @@ from anybatch_guide.setting import PlaygroundSetting
 from anybatch_guide.tasks.task import load
 from anybatch_guide.training import RUN_ENDS, isolated, make, run_engine
 
-PATIENCE: Final = timedelta(minutes=15)
-"""Timeout between ranks: longer than the maximum pause of a run."""
+RANK_TIMEOUT: Final = timedelta(minutes=15)
+"""Timeout of communication between ranks; longer than the maximum pause of a run."""
 END_SECONDS: Final = 1.0
-LOOK_SECONDS: Final = 2.0
+PREFERRED_SECONDS: Final = 2.0
 
 
 class RankError(AnyBatchError, RuntimeError):
@@ -40,8 +40,8 @@ class RankError(AnyBatchError, RuntimeError):
 class RankProcesses:
     """The ranks of a run, one process each. They use gloo on loopback only, and rendezvous through a file.
 
-    Every message of a rank waits for a reply, so that pausing or cancelling a run here also pauses or
-    ends it on the ranks.
+    A rank waits for a reply to every message, so pausing or cancelling the run in this process also pauses or ends the
+    ranks.
     """
 
     def __init__(self, setting: PlaygroundSetting) -> None:
@@ -51,34 +51,34 @@ class RankProcesses:
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         for rank in range(setting.ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_be_rank, args=(theirs, rank, setting, rendezvous), daemon=True)
+            parent_end, rank_end = context.Pipe()
+            process = context.Process(target=_run_rank, args=(rank_end, rank, setting, rendezvous), daemon=True)
             process.start()
-            theirs.close()  # only the rank keeps its end, so that its exit closes the pipe
-            self._pipes.append(ours)
+            rank_end.close()  # only the rank keeps its end, so that its exit closes the pipe
+            self._pipes.append(parent_end)
             self._processes.append(process)
 
     def first_step(self) -> Tensor | None:
-        """Return the change of the parameters in the first step; None if memory is too low for it."""
-        moved: Tensor | None = self._receive(self._pipes[0])[1]
-        return moved
+        """Return the change of the parameters in the first step; None if the memory limit is too low."""
+        change: Tensor | None = self._receive(self._pipes[0])[1]
+        return change
 
     def run(self, metrics: RunMetrics, model: nn.Module) -> None:
-        """Follow the run to its end."""
+        """Pass the messages of all ranks to `metrics` until the run ends."""
         open_pipes = list(self._pipes)
-        looked_at: Connection | None = None
+        preferred: Connection | None = None
         while open_pipes:
-            pipe = _next_of(open_pipes, looked_at)
+            pipe = _next_pipe(open_pipes, preferred)
             match self._receive(pipe):
                 case "observe", record:
                     metrics.observe(record)  # blocks while the run is paused
                     begins = isinstance(record, MicroBatchRecord) and record.event == "begin"
-                    looked_at = pipe if begins and metrics.is_stepped else looked_at
+                    preferred = pipe if begins and metrics.is_stepped else preferred
                 case "add_memory", timeline:
                     metrics.add_memory(timeline)
                 case "add_micro_batch", fields:
                     metrics.add_micro_batch(fields)
-                    looked_at = None
+                    preferred = None
                 case "after_step", (step, state):
                     model.load_state_dict(state)
                     metrics.after_step(step)
@@ -107,77 +107,77 @@ class RankProcesses:
     def _receive(pipe: Connection) -> tuple[str, Any]:
         """Return a message of a rank: its kind and its content."""
         try:
-            word, content = pickle.loads(pipe.recv_bytes())  # noqa: S301 (from a process that this one started)
+            kind, content = pickle.loads(pipe.recv_bytes())  # noqa: S301 (from a process that this one started)
         except (EOFError, ConnectionError):
             message = "A rank ended in the middle of its run."
             raise RankError(message) from None
-        if word == "failed":
+        if kind == "failed":
             raise RankError(content)
-        return word, content
+        return kind, content
 
 
 class _Sender:
-    """The metrics of a rank: sends everything to the parent process, and waits for its reply."""
+    """The metrics object of a rank: sends everything to the parent process, and waits for each reply."""
 
     def __init__(self, pipe: Connection, rank: int, setting: PlaygroundSetting, model: nn.Module) -> None:
         self._pipe, self._model, self._is_first = pipe, model, rank == 0
-        # Memory is recorded on the first rank; the others never reach this step.
+        # Memory is recorded on the first rank only: the others never reach step -1.
         self.measured_step = min(1, setting.steps - 1) if rank == 0 else -1
         self.is_stepped = False
 
     def observe(self, record: Record, /) -> None:
         """Send a record: all kinds from the first rank, only micro-batches from the others."""
         if isinstance(record, MicroBatchRecord) or (self._is_first and not isinstance(record, NOT_SHOWN)):
-            self._tell("observe", record)
+            self._send_and_wait("observe", record)
 
     def add_memory(self, timeline: MemoryTimeline) -> None:
         """Send the memory of a step."""
-        self._tell("add_memory", timeline)
+        self._send_and_wait("add_memory", timeline)
 
     def add_micro_batch(self, fields: Mapping[str, Any]) -> None:
         """Send the details of a micro-batch."""
-        self._tell("add_micro_batch", fields)
+        self._send_and_wait("add_micro_batch", fields)
 
     def after_step(self, step: int) -> None:
         """Send the parameters after the step, which are the same on all ranks."""
         if self._is_first:
-            self._tell("after_step", (step, self._model.state_dict()))
+            self._send_and_wait("after_step", (step, self._model.state_dict()))
 
-    def _tell(self, word: str, content: object) -> None:
-        _send(self._pipe, (word, content))
+    def _send_and_wait(self, kind: str, content: object) -> None:
+        _send(self._pipe, (kind, content))
         self.is_stepped = pickle.loads(self._pipe.recv_bytes())  # noqa: S301 (from a process that this one started)
 
 
-def _next_of(pipes: Sequence[Connection], looked_at: Connection | None) -> Connection:
-    """Return a pipe with a message from a rank.
+def _next_pipe(pipes: Sequence[Connection], preferred: Connection | None) -> Connection:
+    """Return a pipe that has a message.
 
-    Prefer the rank whose micro-batch is running: another rank, which may be waiting to start, would hide the end
-    of that micro-batch. If ranks communicate within a micro-batch, though, its end needs the other rank.
+    For `PREFERRED_SECONDS`, wait for the rank whose micro-batch is running: the next message of another rank may pause
+    the run before that micro-batch ends. Then accept any rank, because the micro-batch may need it to communicate.
     """
-    if looked_at is not None and looked_at in pipes and wait([looked_at], LOOK_SECONDS):
-        return looked_at
+    if preferred is not None and preferred in pipes and wait([preferred], PREFERRED_SECONDS):
+        return preferred
     ready = wait(pipes)[0]
     assert isinstance(ready, Connection)
     return ready
 
 
 def _send(pipe: Connection, content: object) -> None:
-    # Pickle explicitly: a torch pipe would move the parameters of the model into shared memory.
+    # Pickle explicitly, because a torch pipe would move the parameters of the model into shared memory.
     pipe.send_bytes(pickle.dumps(content))
 
 
-def _be_rank(pipe: Connection, rank: int, setting: PlaygroundSetting, rendezvous: str) -> None:
+def _run_rank(pipe: Connection, rank: int, setting: PlaygroundSetting, rendezvous: str) -> None:
     """Run one rank, from its first step to the end of the run."""
     listen_at_loopback()
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=setting.ranks, timeout=PATIENCE)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=setting.ranks, timeout=RANK_TIMEOUT)
     try:
         with isolated():
             task = load(setting.task, norm=setting.norm)
-            moved = first_step(setting, task)
+            change = first_step(setting, task)
             if rank == 0:
-                _send(pipe, ("first_step", moved))
+                _send(pipe, ("first_step", change))
             parts = make(setting, task)
-            # The last record contains the failure; a failure of another rank is in that rank's record.
+            # The last record of a rank contains its failure.
             with suppress(*RUN_ENDS, RankFailedError):
                 run_engine(setting, task, _Sender(pipe, rank, setting, parts[0]), parts)
     except (EOFError, ConnectionError):

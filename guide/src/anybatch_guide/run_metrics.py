@@ -26,10 +26,10 @@ NUM_SURFACES = 20
 
 
 class RunMetrics:
-    """An observer that forwards a run's records to the page, and collects and streams further metrics.
+    """An observer that streams a run's records to the page, and computes more metrics.
 
-    These are the memory of one step, the difference from the reference run after each step, and at intervals the
-    predicted probabilities over the plane of the spirals.
+    It adds the memory of one step, the difference from the reference run after each step, and, for the task `spirals`,
+    the predicted probabilities over the plane at intervals.
     """
 
     def __init__(
@@ -54,20 +54,20 @@ class RunMetrics:
         self._differences: list[float | None] = []
         self._peak: Mapping[str, int] = {}
         self._status, self._message = "failed", ""
-        self._begun = 0.0
+        self._step_begin = 0.0
         self._seconds: list[float] = []
 
     def observe(self, record: Record, /) -> None:
-        """Take the metrics from a record, and stream it; only micro-batches for ranks other than the first."""
+        """Update the metrics from a record, and stream it. Ranks other than the first send only micro-batches."""
         match record:
             case MicroBatchRecord(event="begin", position=0, rank=0):
-                self._begun = self._clock()
+                self._step_begin = self._clock()
             case ReductionRecord(event="begin", payload="gradients") if record.step == self.measured_step:
                 self._reduced_bytes += record.num_bytes
             case OutOfMemoryRecord(micro_batch_size_after=int(size)):
                 self._sizes.append(size)
             case StepRecord():
-                self._seconds.append(self._clock() - self._begun)
+                self._seconds.append(self._clock() - self._step_begin)
                 self._steps.append(record)
             case EndRecord():
                 self._status, self._message = record.status, record.message or ""
@@ -78,7 +78,7 @@ class RunMetrics:
 
     @property
     def is_stepped(self) -> bool:
-        """Whether to show each micro-batch now."""
+        """Whether the run is in single-step mode, which shows every micro-batch."""
         return self._is_stepped()
 
     def add_micro_batch(self, fields: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ class RunMetrics:
         self._lines.emit("micro_batch", **fields)
 
     def add_memory(self, timeline: MemoryTimeline) -> None:
-        """Store the peak memory of the measured step by category, and stream the peak of each phase."""
+        """Store the peak memory of the measured step by category, and stream the peaks of its phases."""
         self._peak = timeline.at(timeline.peak_moment)
         for position, phase, moment in phase_peaks(timeline):
             self._lines.emit(
@@ -141,7 +141,7 @@ class RunMetrics:
             return None
 
     def _samples_per_second(self) -> float | None:
-        """Return the throughput after the measured step; None with a limit, because counting tensors slows a run."""
+        """Return the throughput after the measured step; None with a memory limit, which slows the run."""
         if self._setting.memory_limit_kib:
             return None
         first = self.measured_step + 1
@@ -151,13 +151,13 @@ class RunMetrics:
 
 
 def phase_peaks(timeline: MemoryTimeline) -> list[tuple[int | None, str, int]]:
-    """Return micro-batch (None for the update), phase and peak of each phase of a step, in order."""
+    """Return (micro-batch or None for the update, phase, moment of the peak) for each phase of a step, in order."""
     totals = timeline.totals.tolist()
     peaks: dict[tuple[int | None, str], int] = {}
     for moment, phase in enumerate(timeline.phases):
         mark = timeline.mark_before(moment) or ""
-        word, _, number = mark.rpartition(" ")
-        part = (int(number) - 1 if word == "micro-batch" else None, phase)
+        name, _, number = mark.rpartition(" ")
+        part = (int(number) - 1 if name == "micro-batch" else None, phase)
         if part not in peaks or totals[moment] > totals[peaks[part]]:
             peaks[part] = moment
     return [(position, phase, moment) for (position, phase), moment in peaks.items()]

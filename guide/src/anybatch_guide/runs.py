@@ -1,4 +1,4 @@
-"""Runs: one at a time, in a worker process, with pause, cancel and limits, streamed to the pages."""
+"""`Runs`: one run at a time in a worker process, with pause, cancel and limits, streamed to the pages."""
 
 import asyncio
 import secrets
@@ -24,14 +24,14 @@ State = Literal["warming", "idle", "running", "restarting"]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failure, as shown on the page."""
+    """A failure that the page shows."""
 
     code: str  # a short, stable word
     message: str  # a sentence for the user
 
 
 class RefusedError(UserError):
-    """A run that is refused, or a command for an unknown run."""
+    """A run was refused, or a command was for an unknown run."""
 
     def __init__(self, status: HTTPStatus, failure: Failure, run: str | None = None) -> None:
         super().__init__(failure.message)
@@ -48,9 +48,9 @@ class LiveRun:
     request: Mapping[str, Any]  # the request: kind, and name or setting
     is_paused: bool  # whether it is paused
     accepted: "asyncio.Future[Failure | None]"  # resolves to None when the worker accepts it, or to a failure
-    over: asyncio.Event = field(default_factory=asyncio.Event)  # set at its end
+    ended: asyncio.Event = field(default_factory=asyncio.Event)  # set at its end
     # the reason for ending it: a failure, "cancel" if a page cancelled it, or None
-    ending: Failure | Literal["cancel"] | None = None
+    end_reason: Failure | Literal["cancel"] | None = None
     active_seconds: float = 0.0  # running time
     idle_seconds: float = 0.0  # length of the current pause
 
@@ -80,12 +80,12 @@ class Runs:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
         self._num_skipped = 0  # invalid or too long lines of the latest run
-        self.made: Mapping[str, Any] | None = None
+        self.provenance: Mapping[str, Any] | None = None
 
     @property
-    def worker_number(self) -> int | None:
+    def worker_pid(self) -> int | None:
         """The process id of the worker; None without a worker."""
-        return None if self._process is None else self._process.number
+        return None if self._process is None else self._process.process_id
 
     def open(self) -> None:
         """Start the worker, and restart it whenever it ends."""
@@ -102,7 +102,9 @@ class Runs:
 
     async def begin(self, request: Mapping[str, Any], *, paused: bool = False) -> str:
         """Start a run and return its id, once the worker has accepted it."""
-        run = self._claimed(request, paused=paused)  # no await before this: two requests cannot both find it free
+        run = self._claim(
+            request, paused=paused
+        )  # before the first await, so that two requests cannot both start a run
         try:
             async with asyncio.timeout(self._limits.answer_seconds):
                 await self._ready.wait()
@@ -129,10 +131,10 @@ class Runs:
         self._publish_status()
 
     def cancel(self, run_id: str) -> None:
-        """Cancel a run, and make sure that it ends."""
+        """Cancel a run; kill the worker if the run does not end in time."""
         self._end_soon(self._current(run_id), "cancel")
 
-    def _claimed(self, request: Mapping[str, Any], *, paused: bool) -> LiveRun:
+    def _claim(self, request: Mapping[str, Any], *, paused: bool) -> LiveRun:
         now = self._clock()
         if self._run is not None:
             failure = Failure("busy", "Another run is in progress.")
@@ -153,38 +155,38 @@ class Runs:
         return self._run
 
     async def _keep_worker(self) -> None:
-        """Run a worker forever: when one ends, start another."""
+        """Keep a worker running: when it ends, start another one."""
         retry_seconds = _FIRST_RETRY_SECONDS
         while not self._is_closing:
-            await self._listen()
-            # A worker that was ready once is restarted immediately; otherwise after increasing delays.
+            await self._serve_worker()
+            # Restart immediately if the worker was ready; otherwise after increasing delays.
             retry_seconds = _FIRST_RETRY_SECONDS if self._ready.is_set() else 2 * retry_seconds
             self._ready.clear()
             self._state = "restarting"
-            self._lost()
+            self._finish_lost_run()
             self._publish_status()
             await asyncio.sleep(min(retry_seconds, self._limits.retry_seconds))
 
-    async def _listen(self) -> None:
+    async def _serve_worker(self) -> None:
         """Start a worker and process its messages until it ends."""
         try:
             process = self._process = await WorkerProcess.start(self._command, self._limits)
-        # The server continues without a worker, and retries later.
+        # Continue without a worker, and retry later.
         except OSError as error:
             sys.stderr.write(f"anybatch guide: the worker process cannot be started: {error}\n")
             return
         try:
             async for answer in process.answers():
-                self._hear(answer)
+                self._process_answer(answer)
         finally:
-            # First, so that no command is sent to an ending process.
+            # Clear it first, so that no command is sent to the ending process.
             self._process = None
             await process.end(self._limits)
 
-    def _hear(self, answer: Mapping[str, Any]) -> None:
+    def _process_answer(self, answer: Mapping[str, Any]) -> None:
         """Process one message of the worker."""
         if "ready" in answer:
-            self.made = answer["made"]
+            self.provenance = answer["made"]
             self._state = "idle"
             self._ready.set()
             self._publish_status()
@@ -194,19 +196,19 @@ class Runs:
         if run is None or answer.get("id") != run.id:
             return
         if "started" in answer:
-            self._begun(run)
+            self._confirm_start(run)
         elif "lines" in answer:
-            self._pass_on(run, answer["lines"])
+            self._publish_lines(run, answer["lines"])
         elif "result" in answer:
             self._stream.publish("result", {"run": run.id, "recording": answer["result"]}, run.id)
         elif "failed" in answer:
-            self._over(run, Failure(**answer["failed"]))
+            self._finish(run, Failure(**answer["failed"]))
         elif "cancelled" in answer:
-            self._over(run, run.ending or "cancel")
+            self._finish(run, run.end_reason or "cancel")
         elif "done" in answer:
-            self._over(run, None)
+            self._finish(run, None)
 
-    def _begun(self, run: LiveRun) -> None:
+    def _confirm_start(self, run: LiveRun) -> None:
         if run.accepted.done():  # too late: the run is ending
             return
         run.accepted.set_result(None)
@@ -214,10 +216,10 @@ class Runs:
         self._num_skipped = 0
         self._stream.begin()
         self._publish_status()
-        # Take the time here, because the task starts later.
+        # Read the clock here, because the task starts later.
         self._spawn(self._watch(run, self._clock()))
 
-    def _pass_on(self, run: LiveRun, lines: Sequence[Any]) -> None:
+    def _publish_lines(self, run: LiveRun, lines: Sequence[Any]) -> None:
         for line in lines:
             if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
                 self._num_skipped += 1
@@ -227,61 +229,61 @@ class Runs:
             except RingFullError:
                 self._end_soon(run, Failure("lines", "The run wrote more lines than can be kept."))
 
-    def _over(self, run: LiveRun, ended: Failure | Literal["cancel"] | None) -> None:
-        """Finish a run that was refused, failed, was cancelled, or completed."""
-        # It was refused, or ended before it started: the request is still waiting.
+    def _finish(self, run: LiveRun, cause: Failure | Literal["cancel"] | None) -> None:
+        """Finish a run that completed, failed, was refused or cancelled, and publish the cause."""
+        # The request still waits if the run was refused, or ended before it started.
         if not run.accepted.done():
-            run.accepted.set_result(ended if isinstance(ended, Failure) else Failure("cancelled", "It was cancelled."))
-        elif isinstance(ended, Failure):
-            self._stream.publish("failed", {"run": run.id, "code": ended.code, "message": ended.message}, run.id)
-        elif ended == "cancel":
+            run.accepted.set_result(cause if isinstance(cause, Failure) else Failure("cancelled", "It was cancelled."))
+        elif isinstance(cause, Failure):
+            self._stream.publish("failed", {"run": run.id, "code": cause.code, "message": cause.message}, run.id)
+        elif cause == "cancel":
             self._stream.publish("cancelled", {"run": run.id}, run.id)
         self._run = None
-        run.over.set()
+        run.ended.set()
         if self._state == "running":
             self._state = "idle"
             self._publish_status()
 
-    def _lost(self) -> None:
+    def _finish_lost_run(self) -> None:
         """Finish the run of a worker that has ended."""
         if self._run is not None:
-            lost = Failure("worker", "The worker process ended and is being restarted.")
-            self._over(self._run, self._run.ending or lost)
+            failure = Failure("worker", "The worker process ended and is being restarted.")
+            self._finish(self._run, self._run.end_reason or failure)
 
     async def _watch(self, run: LiveRun, before: float) -> None:
-        """Check a run at intervals, from `before` on, until it ends or exceeds a limit."""
-        while not run.over.is_set():
+        """Check a run at intervals until it ends or exceeds a limit; `before` is the time of its start."""
+        while not run.ended.is_set():
             try:
                 # Wait for the end of the run, and check it after each timeout.
-                async with asyncio.timeout(self._limits.look_seconds):
-                    await run.over.wait()
+                async with asyncio.timeout(self._limits.check_seconds):
+                    await run.ended.wait()
             except TimeoutError:
                 now = self._clock()
                 run.active_seconds += 0.0 if run.is_paused else now - before
                 run.idle_seconds += now - before if run.is_paused else 0.0
                 before = now
-                failure = self._too_much(run)
+                failure = self._exceeded_limit(run)
                 if failure is not None:
                     self._end_soon(run, failure)
                     return
 
-    def _too_much(self, run: LiveRun) -> Failure | None:
+    def _exceeded_limit(self, run: LiveRun) -> Failure | None:
         limits = self._limits
         if run.active_seconds > limits.wall_seconds:
             return Failure("time", f"The run took more than {limits.wall_seconds:g} seconds.")
         if run.idle_seconds > limits.paused_seconds:
             return Failure("paused", f"The run was paused for more than {limits.paused_seconds:g} seconds.")
-        if not self._keep and self._stream.alone_seconds > limits.alone_seconds:
-            return Failure("alone", f"No page has watched the run for {limits.alone_seconds:g} seconds.")
+        if not self._keep and self._stream.unwatched_seconds > limits.unwatched_seconds:
+            return Failure("alone", f"No page has watched the run for {limits.unwatched_seconds:g} seconds.")
         resident_bytes = None if self._process is None else self._process.resident_bytes()
         if resident_bytes is not None and resident_bytes > limits.resident_bytes:
             return Failure("memory", f"The run used more than {limits.resident_bytes / 2**30:g} GiB of memory.")
         return None
 
     def _end_soon(self, run: LiveRun, reason: Failure | Literal["cancel"]) -> None:
-        # The first reason counts, and a run is ended once.
-        if run.ending is None:
-            run.ending = reason
+        # Keep the first reason, and end the run only once.
+        if run.end_reason is None:
+            run.end_reason = reason
             self._spawn(self._end(run))
 
     async def _end(self, run: LiveRun) -> None:
@@ -291,15 +293,15 @@ class Runs:
             return
         process.send({"do": "cancel"})
         limits = self._limits
-        for seconds, number in (
+        for seconds, signal_number in (
             (limits.terminate_seconds, signal.SIGTERM),
             (limits.kill_seconds - limits.terminate_seconds, signal.SIGKILL),
         ):
             try:
                 async with asyncio.timeout(seconds):
-                    await run.over.wait()
+                    await run.ended.wait()
             except TimeoutError:
-                process.signal(number)
+                process.signal(signal_number)
             else:
                 return
 

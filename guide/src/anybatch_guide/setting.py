@@ -13,7 +13,7 @@ Precision = Literal["fp32", "bf16"]
 MistakeName = Literal["", "no_division", "zero_each", "clip_each", "schedule_each", "drop_tail", "mean_of_means"]
 NormPolicy = Literal["keep", "exact", "ghost", "freeze", "sync"]
 GHOST_SAMPLES = 4
-"""Samples of a group under the policy "ghost"."""
+"""Samples that share statistics under the BatchNorm policy "ghost"."""
 LIMITS: Mapping[str, tuple[float, float]] = {
     "micro_batch_size": (1, 256),
     "accumulation_steps": (1, 64),
@@ -25,7 +25,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
 }
 MAX_EFFECTIVE, MAX_SAMPLES, MAX_BYTES = 4_096, 5_000_000, 2**30
 SAMPLE_BYTES: Mapping[TaskName, int] = {"digits": 60_000, "spirals": 1_000, "shapes": 100_000, "text": 600_000}
-"""Approximate memory per sample of the reference run's native batch; a test compares it with measured memory."""
+"""Approximate bytes per sample of the reference run (without accumulation); a test measures them."""
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "task": get_args(TaskName),
     "norm": get_args(Norm),
@@ -37,7 +37,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 
 
 class SettingError(UserError):
-    """A refused setting; `code` is the reason in a word or two."""
+    """A refused setting or experiment; `code` is the reason in a word or two."""
 
     def __init__(self, message: str, *, code: str) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class PlaygroundSetting:
     norm: Norm = "none"  # normalization layers of the `shapes` network; "none" for other tasks
     micro_batch_size: int = 16  # samples of one forward and backward
     accumulation_steps: int = 4  # micro-batches of one optimizer step on each rank
-    # "sgd" without momentum, or "adamw", whose steps hide a gradient that is too large by a factor
+    # "sgd" without momentum, or "adamw", whose update does not depend on a constant factor of the gradient
     optimizer: OptimizerName = "sgd"
     learning_rate: float = 0.1  # learning rate of the first step; it decays linearly to a tenth
     steps: int = 40  # optimizer steps
@@ -65,8 +65,8 @@ class PlaygroundSetting:
 
     def __post_init__(self) -> None:
         """Check every value, then their combination."""
-        for name, known in _CHOICES.items():
-            _check_choice(name, getattr(self, name), known)
+        for name, choices in _CHOICES.items():
+            _check_choice(name, getattr(self, name), choices)
         for name, limits in LIMITS.items():
             _check_number(name, getattr(self, name), limits)
         self._check_together()
@@ -92,16 +92,16 @@ class PlaygroundSetting:
             raise SettingError(message, code="precision_of_mistake")
         self._check_engine_only()
         if size > MAX_EFFECTIVE:
-            message = f"{self.cut} = {size} samples per step; at most 4,096."
+            message = f"{self.cut} = {size} samples per step; the maximum is {MAX_EFFECTIVE:,}."
             raise SettingError(message, code="batch_too_large")
         if size * self.steps > MAX_SAMPLES:
-            message = f"{size} samples x {self.steps} steps = {size * self.steps:,}; at most {MAX_SAMPLES:,}."
+            message = f"{size} samples x {self.steps} steps = {size * self.steps:,}; the maximum is {MAX_SAMPLES:,}."
             raise SettingError(message, code="too_much_work")
         needed = size * SAMPLE_BYTES[self.task]
         if needed > MAX_BYTES:
             message = (
-                f"the native batch of {size} samples of {self.task!r} needs about {needed // 2**20:,} MiB; at "
-                f"most {MAX_BYTES // 2**20:,}."
+                f"the unsplit batch of {size} samples of {self.task!r} needs about {needed // 2**20:,} MiB; the "
+                f"maximum is {MAX_BYTES // 2**20:,}."
             )
             raise SettingError(message, code="too_much_memory")
 
@@ -115,7 +115,7 @@ class PlaygroundSetting:
             message = f"norm_policy={self.norm_policy!r} is for the engine on a network with norm='batch'."
             raise SettingError(message, code="policy_of_norm")
         if self.norm_policy == "ghost" and self.micro_batch_size < GHOST_SAMPLES:
-            message = f"norm_policy='ghost' needs micro-batches of {GHOST_SAMPLES} samples at least: whole groups."
+            message = f"norm_policy='ghost' needs at least {GHOST_SAMPLES} samples per micro-batch (one group)."
             raise SettingError(message, code="policy_of_norm")
 
 
@@ -126,36 +126,36 @@ def parse_setting(value: object) -> PlaygroundSetting:
         raise SettingError(message, code="not_an_object")
     known = {field.name for field in fields(PlaygroundSetting)}
     if value.keys() != known:
-        missing, foreign = sorted(known - value.keys()), sorted(map(str, value.keys() - known))
-        message = f"a setting has exactly the keys {', '.join(sorted(known))}; {missing=}, {foreign=}."
+        missing, unknown = sorted(known - value.keys()), sorted(map(str, value.keys() - known))
+        message = f"a setting has exactly the keys {', '.join(sorted(known))}; {missing=}, {unknown=}."
         raise SettingError(message, code="keys")
     given: Mapping[str, Any] = value
-    # JSON may write 1.0 as 1; the check below refuses integers that are too large for a float.
+    # JSON may write 1.0 as 1. Larger integers stay integers, so the check of numbers refuses them.
     rate = given["learning_rate"]
     return PlaygroundSetting(
         **{**given, "learning_rate": float(rate) if type(rate) is int and abs(rate) < MAX_BYTES else rate}
     )
 
 
-def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
-    if type(value) is not str or value not in known:
-        message = f"{name}={_shown(value)} must be one of {', '.join(map(repr, known))}."
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if type(value) is not str or value not in choices:
+        message = f"{name}={_short_repr(value)} must be one of {', '.join(map(repr, choices))}."
         raise SettingError(message, code=name)
 
 
 def _check_number(name: str, value: object, limits: tuple[float, float]) -> None:
     """Refuse a number with the wrong type (a bool is an int in Python), or out of range."""
     lowest, highest = limits
-    wanted = float if name == "learning_rate" else int
-    if type(value) is not wanted:
-        message = f"{name}={_shown(value)} must be {'a number' if wanted is float else 'a whole number'}."
+    expected_type = float if name == "learning_rate" else int
+    if type(value) is not expected_type:
+        message = f"{name}={_short_repr(value)} must be {'a number' if expected_type is float else 'a whole number'}."
         raise SettingError(message, code=name)
     if not math.isfinite(value) or not lowest <= value <= highest:
-        message = f"{name}={_shown(value)} must be from {lowest:,} to {highest:,}."
+        message = f"{name}={_short_repr(value)} must be from {lowest:,} to {highest:,}."
         raise SettingError(message, code=name)
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     """Return the repr of a value, truncated if it is long."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."  # noqa: PLR2004 (what fits into a line)

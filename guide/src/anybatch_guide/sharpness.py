@@ -1,4 +1,4 @@
-"""How sharp a minimum is: the largest eigenvalue of the Hessian of an effective batch's loss, exact over the batch."""
+"""Sharpness of a minimum: the largest eigenvalue of the Hessian of the loss over one effective batch."""
 
 import copy
 import dataclasses
@@ -29,8 +29,8 @@ Vector = list[Tensor]
 class Sharpness:
     """An approximation of the largest eigenvalue of a Hessian. Prints as one line."""
 
-    eigenvalue: float  # the largest one, with its sign; never above the true one
-    residual: float  # distance within which an eigenvalue of the Hessian lies
+    eigenvalue: float  # the approximation, with its sign; never larger than the true value
+    residual: float  # maximum distance to an eigenvalue of the Hessian
     num_products: int  # number of Hessian-vector products
 
     def __str__(self) -> str:
@@ -43,45 +43,45 @@ def measure_sharpness(
     batch: Any,  # noqa: ANN401 (any nested batch)
     hardware: Hardware | None = None,
     *,
-    most_products: int = 32,
+    max_products: int = 32,
     tolerance: float = 1e-3,
     seed: int = 0,
 ) -> Sharpness:
     """Return the largest eigenvalue of the Hessian of the loss of one effective batch. Call it on every rank.
 
-    A product of the Hessian with a vector v is the gradient of (gradient . v), and gradients add up over micro-batches
-    and ranks: the engine takes it of the whole batch, with the divisor of the whole batch, as it takes a gradient. The
-    eigenvalue is found by Lanczos's iteration (1950), orthogonalised in full: by the same products it is at least as
-    near as power iteration, and it gives the largest eigenvalue where that gives the one of largest magnitude.
+    The product of the Hessian with a vector v is the gradient of (gradient . v). The engine computes it like a
+    gradient: it sums over micro-batches and ranks, and divides by the count of the whole batch. The eigenvalue comes
+    from the Lanczos iteration (1950) with full orthogonalisation. With the same number of products, it is at least as
+    accurate as power iteration, which returns the eigenvalue of largest magnitude instead.
 
-    Equal to `torch.linalg.eigvalsh(hessian)[-1]` of `torch.autograd.functional.hessian` over the un-split batch.
+    Equal to `torch.linalg.eigvalsh(hessian)[-1]` of `torch.autograd.functional.hessian` over the unsplit batch.
 
-    The model is copied, in its current mode and number format, without autocast; the user's is unchanged. Attention is
-    computed by torch's plain kernel, since the fused ones cannot be differentiated twice. A rank holds one more copy of
-    the parameters for each product, and a micro-batch takes about three times the memory of a training step's.
+    The model is copied, in its current mode and number format, without autocast; the original does not change.
+    Attention uses torch's math kernel, because fused kernels cannot be differentiated twice. Each product needs one
+    more copy of the parameters per rank, and a micro-batch about three times its memory in training.
 
-    Limits: a model with BatchNorm in train mode has another loss for each cut. Eigenvalues depend on how the model is
-    parametrised (Dinh et al. 2017, arXiv 1703.04933), so they compare runs of one architecture, not architectures.
+    Limits: with BatchNorm in train mode, each split has a different loss. Eigenvalues depend on the parametrisation of
+    the model (Dinh et al. 2017, arXiv 1703.04933), so they compare runs of one architecture, not architectures.
     """
-    checked_int("most_products", most_products)
+    checked_int("most_products", max_products)
     loss = declared(spec.loss)
     if loss.kind.encode is not None:
         message = (
-            "sharpness needs second derivatives, and a loss across samples (ab.joint) runs in two passes, of which the "
-            "first keeps no graph. Measure it with a loss that is a mean over samples or tokens."
+            "sharpness cannot be measured with a loss across samples (ab.joint). It needs second derivatives, but the "
+            "first of the two passes keeps no graph. Use a loss that is a mean over samples or tokens."
         )
         raise LossError(message)
-    given = hardware or Hardware()
-    if given.strategy not in _STRATEGIES:
+    settings = hardware or Hardware()
+    if settings.strategy not in _STRATEGIES:
         message = (
-            f"sharpness cannot be measured under strategy={given.strategy!r}, which shards parameters or wraps the "
-            f"model: second derivatives do not pass. Use one of {', '.join(map(repr, _STRATEGIES))}."
+            f"sharpness cannot be measured under strategy={settings.strategy!r}. It shards parameters or wraps the "
+            f"model, which breaks second derivatives. Use one of {', '.join(map(repr, _STRATEGIES))}."
         )
         raise CompositionError(message)
     model, loss = copy.deepcopy((spec.model, loss))
     parameters = trainable(collect_modules(model, loss))
     products = _Products(loss.function, parameters)
-    copied = dataclasses.replace(
+    copied_spec = dataclasses.replace(
         spec,
         model=model,
         loss=dataclasses.replace(loss, function=products.loss),
@@ -95,18 +95,18 @@ def measure_sharpness(
         spikes=None,
     )
     with ExitStack() as stack:
-        world = given.world or stack.enter_context(world_of(collect_modules(model, loss)))
-        # "auto" might take one that shards, where memory is short.
-        strategy = given.strategy if given.strategy != "auto" else "all_reduce" if world.size > 1 else "single"
+        world = settings.world or stack.enter_context(world_of(collect_modules(model, loss)))
+        # "auto" might choose a strategy that shards parameters.
+        strategy = settings.strategy if settings.strategy != "auto" else "all_reduce" if world.size > 1 else "single"
         engine = stack.enter_context(
-            Engine.from_spec(copied, dataclasses.replace(given, world=world, strategy=strategy))
+            Engine.from_spec(copied_spec, dataclasses.replace(settings, world=world, strategy=strategy))
         )
         first = _first_vector(parameters, seed)
-        return _lanczos(lambda vector: products.of(engine, batch, vector), first, most_products, tolerance)
+        return _lanczos(lambda vector: products.of(engine, batch, vector), first, max_products, tolerance)
 
 
 class _Products:
-    """Products of the Hessian with vectors, taken by an engine as gradients of another loss."""
+    """Products of the Hessian with vectors, computed by an engine as gradients of another loss."""
 
     def __init__(self, function: LossFunction, parameters: Mapping[str, Tensor]) -> None:
         self._function = function
@@ -116,12 +116,12 @@ class _Products:
     def of(self, engine: Engine, batch: Any, vector: Vector) -> Vector:  # noqa: ANN401 (any nested batch)
         """Return the product with a vector."""
         self._vector = vector
-        found = engine.gradients(batch)
-        pairs = zip(found.values(), self._parameters.values(), strict=True)
+        gradients = engine.gradients(batch)
+        pairs = zip(gradients.values(), self._parameters.values(), strict=True)
         return [torch.zeros_like(parameter) if product is None else product for product, parameter in pairs]
 
     def loss(self, model: Any, batch: Any) -> Any:  # noqa: ANN401 (as the user's)
-        """Return a loss, in the form of the user's, whose gradient is the product."""
+        """Return a loss of the same form as the user's loss, whose gradient is the product."""
         with sdpa_kernel(SDPBackend.MATH):
             return self._directional(self._function(model, batch))
 
@@ -131,22 +131,22 @@ class _Products:
         if isinstance(output, LossSum):
             return LossSum(self._derivative(output.total), output.count)
         if isinstance(output, Tensor) and output.dim():
-            # All of it in one item: only the sum over items and their number matter.
+            # Put all of it into one item, because only the sum and the number of items matter.
             first = torch.zeros_like(output).flatten()
             first[0] = 1.0
             return first.view_as(output) * self._derivative(output.sum())
         return self._derivative(output)
 
     def _derivative(self, total: Float[Tensor, ""]) -> Float[Tensor, ""]:
-        """Return the derivative of a loss along the vector, with its graph."""
+        """Return the derivative of a loss in the direction of the vector, with its graph."""
         parameters = list(self._parameters.values())
-        # Of a term that no parameter has a part in, or that is linear in all of them, nothing is left to differentiate.
-        nothing = sum((parameter.flatten()[:1].sum() * 0.0 for parameter in parameters), start=total * 0.0)
+        # A differentiable zero, for a term that does not depend on the parameters, or is linear in them.
+        zero = sum((parameter.flatten()[:1].sum() * 0.0 for parameter in parameters), start=total * 0.0)
         if not total.requires_grad:
-            return nothing
-        found = torch.autograd.grad(total, parameters, create_graph=True, allow_unused=True)
-        parts = [(one * along).sum() for one, along in zip(found, self._vector, strict=True) if one is not None]
-        return sum(parts, start=nothing)
+            return zero
+        gradients = torch.autograd.grad(total, parameters, create_graph=True, allow_unused=True)
+        parts = [(g * v).sum() for g, v in zip(gradients, self._vector, strict=True) if g is not None]
+        return sum(parts, start=zero)
 
 
 def _first_vector(parameters: Mapping[str, Tensor], seed: int) -> Vector:
@@ -158,32 +158,32 @@ def _first_vector(parameters: Mapping[str, Tensor], seed: int) -> Vector:
     ]
 
 
-def _lanczos(product: Callable[[Vector], Vector], vector: Vector, most_products: int, tolerance: float) -> Sharpness:
-    """Return the largest eigenvalue of the symmetric operator whose product with a vector is given."""
+def _lanczos(product: Callable[[Vector], Vector], vector: Vector, max_products: int, tolerance: float) -> Sharpness:
+    """Return the largest eigenvalue of a symmetric operator, given its product with a vector."""
     vector = _scaled(vector, 1.0 / _dot(vector, vector) ** 0.5)
     basis = [vector]
     diagonal: list[float] = []
-    beside: list[float] = []
+    off_diagonal: list[float] = []
     while True:
-        image = product(basis[-1])
-        diagonal.append(_dot(image, basis[-1]))
-        # Twice: once leaves as much rounding as the vectors have in common (Parlett 1980, "twice is enough").
+        product_vector = product(basis[-1])
+        diagonal.append(_dot(product_vector, basis[-1]))
+        # Orthogonalise twice, because once leaves rounding errors (Parlett 1980, "twice is enough").
         for _ in range(2):
             for other in basis:
-                image = _minus(image, other, _dot(image, other))
-        rest = _dot(image, image) ** 0.5
+                product_vector = _minus(product_vector, other, _dot(product_vector, other))
+        norm = _dot(product_vector, product_vector) ** 0.5
         matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
-        if beside:
-            off = torch.tensor(beside, dtype=torch.float64)
+        if off_diagonal:
+            off = torch.tensor(off_diagonal, dtype=torch.float64)
             matrix = matrix + torch.diag(off, 1) + torch.diag(off, -1)
         values, vectors = torch.linalg.eigh(matrix)
-        largest, residual = float(values[-1]), rest * abs(float(vectors[-1, -1]))
-        # With one vector per parameter, or no further vector, the eigenvalue is exact.
-        is_whole = len(basis) == sum(one.numel() for one in vector) or rest <= 1e-14 * max(1.0, abs(largest))
-        if residual <= tolerance * abs(largest) or is_whole or len(diagonal) == most_products:
+        largest, residual = float(values[-1]), norm * abs(float(vectors[-1, -1]))
+        # The eigenvalue is exact if the basis is complete, or if the product adds no new direction.
+        is_exact = len(basis) == sum(one.numel() for one in vector) or norm <= 1e-14 * max(1.0, abs(largest))
+        if residual <= tolerance * abs(largest) or is_exact or len(diagonal) == max_products:
             return Sharpness(eigenvalue=largest, residual=residual, num_products=len(diagonal))
-        beside.append(rest)
-        basis.append(_scaled(image, 1.0 / rest))
+        off_diagonal.append(norm)
+        basis.append(_scaled(product_vector, 1.0 / norm))
 
 
 def _dot(one: Vector, other: Vector) -> float:

@@ -1,4 +1,4 @@
-"""Stream the lines of one run to many pages: lines are kept in a ring, and every page reads at its own speed.
+"""Stream the lines of one run to many pages: lines are kept in a ring buffer, and each page reads at its own speed.
 
 A stream is server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html). Every message with
 lines has an id; a page that reconnects sends the last id it saw, and continues after it. The only state per reader
@@ -9,9 +9,9 @@ essential lines (start, step, diagnosis, end and similar).
 import asyncio
 import json
 import secrets
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final
@@ -20,7 +20,7 @@ from anybatch_guide.guard import Answer, Receive, Scope, Send
 from anybatch_guide.limits import Limits
 
 StreamLine = Mapping[str, Any]
-FIRM_KINDS: Final = frozenset({
+ESSENTIAL_KINDS: Final = frozenset({
     "start", "step", "diagnosis", "evaluate", "checkpoint", "out_of_memory", "end", "guide.match"
 })  # fmt: skip
 
@@ -35,7 +35,7 @@ class Entry:
     event: str  # "lines" for a line, else the event
     run: str | None  # its run; None for a status
     text: str  # its JSON text
-    light: bool  # whether it only shows progress
+    is_progress: bool  # whether it only shows progress
 
 
 class RingFullError(Exception):
@@ -43,38 +43,38 @@ class RingFullError(Exception):
 
 
 class Ring:
-    """The lines of the latest run, in order; the oldest progress lines are dropped first."""
+    """A ring buffer of the lines of the latest run; if it is full, it drops the oldest progress lines."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._entries: dict[int, Entry] = {}
-        self._light: deque[int] = deque()
+        self._progress_numbers: deque[int] = deque()
         self._num_bytes = 0
         self.last = 0
 
     def clear(self) -> None:
         """Drop all entries, but keep counting numbers."""
         self._entries.clear()
-        self._light.clear()
+        self._progress_numbers.clear()
         self._num_bytes = 0
 
-    def add(self, event: str, run: str | None, text: str, *, light: bool = False) -> None:
+    def add(self, event: str, run: str | None, text: str, *, is_progress: bool = False) -> None:
         """Add an entry."""
         self.last += 1
-        self._entries[self.last] = Entry(self.last, event, run, text, light)
+        self._entries[self.last] = Entry(self.last, event, run, text, is_progress)
         self._num_bytes += len(text)
-        if light:
-            self._light.append(self.last)
+        if is_progress:
+            self._progress_numbers.append(self.last)
         while len(self._entries) > self._limits.ring_lines or self._num_bytes > self._limits.ring_bytes:
-            if not self._light:
+            if not self._progress_numbers:
                 # Events other than lines are few and small, and do not count towards the limit.
                 if event == "lines":
                     raise RingFullError
                 return
-            self._num_bytes -= len(self._entries.pop(self._light.popleft()).text)
+            self._num_bytes -= len(self._entries.pop(self._progress_numbers.popleft()).text)
 
-    def behind(self, number: int) -> Iterator[Entry]:
-        """Yield the remaining entries after a number."""
+    def after(self, number: int) -> Iterator[Entry]:
+        """Yield the entries after a number."""
         # Entries are in order, so the first key is the oldest one.
         first = max(number + 1, next(iter(self._entries), self.last + 1))
         # Numbers have gaps where progress lines were dropped.
@@ -83,62 +83,24 @@ class Ring:
 
 @dataclass(slots=True)
 class Reader:
-    """One page and its position."""
+    """A page that reads the stream, and the number of the last entry that it got."""
 
     seen: int
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    updated: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Stream:
-    """The stream of lines and events that pages read."""
+class EventStream(ABC):
+    """Server-sent events for the connected pages. Abstract: `_feed` sends the events."""
 
-    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+    def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._clock = clock
-        self._ring = Ring(limits)
         self._readers: list[Reader] = []
-        # Part of every id: after a restart, a page must not continue at a number of the previous server.
-        self._name = secrets.token_hex(4)
-        self._status = "{}"
         self._is_closed = False
-        self._alone_since = clock()
-
-    @property
-    def status(self) -> str:
-        """The latest status, as JSON."""
-        return self._status
-
-    @property
-    def alone_seconds(self) -> float:
-        """Seconds without a connected page; 0 while there is one."""
-        return 0.0 if self._readers else self._clock() - self._alone_since
-
-    def begin(self) -> None:
-        """Drop the previous run: a new one starts, and its page is connected."""
-        self._ring.clear()
-        self._alone_since = self._clock()
-
-    def publish(self, event: str, data: Mapping[str, Any], run: str | None = None) -> None:
-        """Send an event to every page."""
-        text = _json(data)
-        if event == "status":
-            self._status = text
-        self._ring.add(event, run, text)
-        self._wake()
-
-    def publish_line(self, run: str, line: StreamLine) -> bool:
-        """Send a line of a run; return False if it is too long to send."""
-        text = _json(line)
-        if len(text) > self._limits.line_bytes:
-            return False
-        self._ring.add("lines", run, text, light=line["kind"] not in FIRM_KINDS)
-        self._wake()
-        return True
 
     def close(self) -> None:
         """Send every page the event that asks it to disconnect and not to reconnect."""
         self._is_closed = True
-        self._wake()
+        self._notify_readers()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one page until it disconnects."""
@@ -147,15 +109,92 @@ class Stream:
             await Answer(HTTPStatus.SERVICE_UNAVAILABLE, "streams", text).send(send)
             return
         # A browser sends this header automatically when it reconnects.
-        asked = next((value for name, value in scope["headers"] if name.lower() == b"last-event-id"), b"")
+        last_event_id = next((value for name, value in scope["headers"] if name.lower() == b"last-event-id"), b"")
         # The second header asks a proxy, such as nginx, not to buffer events.
         headers = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
-        with self._reader(self._number(asked)) as reader:
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            if scope["method"] == "HEAD":
-                await send({"type": "http.response.body", "body": b""})
-                return
-            await until_first(gone(receive), self._feed(reader, send))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if scope["method"] == "HEAD":
+            await send({"type": "http.response.body", "body": b""})
+            return
+        reader = Reader(self._number(last_event_id))
+        self._readers.append(reader)
+        try:
+            await until_first(until_disconnected(receive), self._feed(reader, send))
+        finally:
+            self._readers.remove(reader)
+
+    @abstractmethod
+    async def _feed(self, reader: Reader, send: Send) -> None:
+        """Send existing events to a page, and then new ones, until the stream is closed."""
+
+    def _number(self, _last_event_id: bytes, /) -> int:
+        """Return the position at which a page starts to read."""
+        return 0
+
+    async def _wait(self, reader: Reader, send: Send) -> None:
+        """Wait for new events, or until the connection has been silent for too long."""
+        try:
+            async with asyncio.timeout(self._limits.heartbeat_seconds):
+                await reader.updated.wait()
+        except TimeoutError:
+            # A comment, which readers ignore, keeps a silent connection open.
+            await send_text(send, ": beat\n\n")
+
+    def _notify_readers(self) -> None:
+        for reader in self._readers:
+            reader.updated.set()
+
+
+class Stream(EventStream):
+    """The stream of lines and events that pages read."""
+
+    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+        super().__init__(limits)
+        self._clock = clock
+        self._ring = Ring(limits)
+        # A part of every id, so that a page does not continue at a number of a previous server.
+        self._name = secrets.token_hex(4)
+        self._status = "{}"
+        self._unwatched_since = clock()
+
+    @property
+    def status(self) -> str:
+        """The latest status, as JSON."""
+        return self._status
+
+    @property
+    def unwatched_seconds(self) -> float:
+        """Seconds without a connected page; 0 while there is one."""
+        return 0.0 if self._readers else self._clock() - self._unwatched_since
+
+    def begin(self) -> None:
+        """Drop the previous run's entries before a new run starts, and restart the time without a page."""
+        self._ring.clear()
+        self._unwatched_since = self._clock()
+
+    def publish(self, event: str, data: Mapping[str, Any], run: str | None = None) -> None:
+        """Send an event to every page."""
+        text = _json(data)
+        if event == "status":
+            self._status = text
+        self._ring.add(event, run, text)
+        self._notify_readers()
+
+    def publish_line(self, run: str, line: StreamLine) -> bool:
+        """Send a line of a run; return False if it is too long to send."""
+        text = _json(line)
+        if len(text) > self._limits.line_bytes:
+            return False
+        self._ring.add("lines", run, text, is_progress=line["kind"] not in ESSENTIAL_KINDS)
+        self._notify_readers()
+        return True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one page until it disconnects."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._unwatched_since = self._clock()
 
     async def _feed(self, reader: Reader, send: Send) -> None:
         """Send existing entries, and then new ones, within the message rate."""
@@ -163,7 +202,7 @@ class Stream:
         await send_text(send, message("status", self._status))
         while True:
             # Clear before reading, so that new entries set it again.
-            reader.news.clear()
+            reader.updated.clear()
             text, has_lines = self._next(reader, first_status)
             if text:
                 await send_text(send, text)
@@ -174,27 +213,19 @@ class Stream:
             else:
                 await self._wait(reader, send)
 
-    async def _wait(self, reader: Reader, send: Send) -> None:
-        try:
-            async with asyncio.timeout(self._limits.heartbeat_seconds):
-                await reader.news.wait()
-        except TimeoutError:
-            # A comment, which readers ignore, keeps a silent connection open.
-            await send_text(send, ": beat\n\n")
-
     def _next(self, reader: Reader, first_status: int) -> tuple[str, bool]:
         """Return the next messages for a reader, and whether the last of them contains lines."""
-        far_behind = self._ring.last - reader.seen > self._limits.behind_lines
+        has_backlog = self._ring.last - reader.seen > self._limits.max_backlog_lines
         lines: list[str] = []
         texts: list[str] = []
         num_bytes = num_dropped = 0
         run: str | None = None
-        for entry in self._ring.behind(reader.seen):
-            # Send the lines so far first, to keep the order.
+        for entry in self._ring.after(reader.seen):
+            # To keep the order, send the lines before this event first.
             if entry.event != "lines" and lines:
                 break
             reader.seen = entry.number
-            if entry.event == "lines" and far_behind and entry.light:
+            if entry.event == "lines" and has_backlog and entry.is_progress:
                 num_dropped += 1
             elif entry.event == "lines":
                 run = entry.run
@@ -213,30 +244,16 @@ class Stream:
     def _id(self, number: int) -> str:
         return f"{self._name}-{number}"
 
-    def _number(self, asked: bytes) -> int:
+    def _number(self, last_event_id: bytes, /) -> int:
         """Return the position of a reconnecting page; 0 for a page that is new to this server."""
-        name, _, number = asked.decode("latin-1").partition("-")
+        name, _, number = last_event_id.decode("latin-1").partition("-")
         is_known = name == self._name and number.isdecimal() and len(number) <= _MAX_DIGITS
         return min(int(number), self._ring.last) if is_known else 0
 
-    @contextmanager
-    def _reader(self, seen: int) -> Iterator[Reader]:
-        reader = Reader(seen)
-        self._readers.append(reader)
-        try:
-            yield reader
-        finally:
-            self._readers.remove(reader)
-            self._alone_since = self._clock()
 
-    def _wake(self) -> None:
-        for reader in self._readers:
-            reader.news.set()
-
-
-async def until_first(*ways: Awaitable[None]) -> None:
-    """Wait until one of them ends, and end the others."""
-    tasks = [asyncio.ensure_future(way) for way in ways]
+async def until_first(*awaitables: Awaitable[None]) -> None:
+    """Wait until one awaitable ends, and cancel the others."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -248,19 +265,19 @@ async def until_first(*ways: Awaitable[None]) -> None:
         task.result()
 
 
-async def gone(receive: Receive) -> None:
+async def until_disconnected(receive: Receive) -> None:
     """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def send_text(send: Send, text: str) -> None:
-    """Send a part of an unfinished response."""
+    """Send a part of a response that continues."""
     await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
 
 def message(event: str, data: str, number: str | None = None) -> str:
-    """Return a server-sent event; the JSON has no line breaks."""
+    """Return a server-sent event; `data` is JSON without line breaks."""
     head = f"event: {event}\n" if number is None else f"event: {event}\nid: {number}\n"
     return f"{head}data: {data}\n\n"
 

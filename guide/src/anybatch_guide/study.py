@@ -1,8 +1,8 @@
 """Small training runs by batch size, learning rate and seed, for the experiments about batch size.
 
-They are the studies of `benchmarks/`, small enough to be repeated within minutes. A run makes a fixed number of
-epochs, in an order that depends on the seed and not on the batch size. The rate warms up over a tenth of the samples
-and decays along a cosine; gradients are not clipped, because that would hide rates that are too high.
+The experiments are small versions of the studies in `benchmarks/`, which take only minutes. A run makes a fixed number
+of epochs, in an order that depends on the seed and not on the batch size. The learning rate warms up over a tenth of
+the steps and decays along a cosine. Gradients are not clipped, because clipping hides rates that are too high.
 """
 
 import math
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import anybatch as ab
+from anybatch.core.gradient_noise import GradientNoise
 from anybatch.core.schedules import Cosine, WarmUp, attach_schedule, join_schedules
 from anybatch.engine.arguments import Hardware, TrainSpec
-from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.errors import NonFiniteError
 from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, load
 
@@ -33,7 +33,7 @@ EPS = 1e-8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyRun:
-    """A training run."""
+    """The settings of a training run."""
 
     task: Literal["digits", "text"]  # "digits" or "text"
     optimizer: OptimizerName  # its class
@@ -46,7 +46,7 @@ class StudyRun:
 
 
 class SmallNetwork(nn.Sequential):
-    """The `digits` network with two of its convolutions and a quarter of its channels: 1,946 parameters."""
+    """A smaller `digits` network, with two convolutions and a quarter of the channels: 1,946 parameters."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -93,10 +93,10 @@ def engine_of(run: StudyRun, model: nn.Module, **options: Any) -> ab.Engine:  # 
         betas = (run.betas[0], run.betas[1])
         optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate, betas=betas, eps=run.eps)
     total_steps = num_steps_of(run)
-    rising = max(1, round(WARM_UP * total_steps))
+    num_warm_up_steps = max(1, round(WARM_UP * total_steps))
     schedule = join_schedules(
-        WarmUp(num_steps=rising, start_factor=1 / (rising + 1)),
-        Cosine(num_steps=max(1, total_steps - rising), floor=0.1),
+        WarmUp(num_steps=num_warm_up_steps, start_factor=1 / (num_warm_up_steps + 1)),
+        Cosine(num_steps=max(1, total_steps - num_warm_up_steps), floor=0.1),
     )
     return ab.Engine(
         model,
@@ -122,11 +122,11 @@ def trained(run: StudyRun) -> tuple[nn.Module, list[float]]:
 def held_out_loss(run: StudyRun) -> float:
     """Return the loss on held-out samples after a run; infinite if it diverged."""
     model, losses = trained(run)
-    return judged(model, run)[0] if math.isfinite(losses[-1]) else math.inf
+    return evaluate_held_out(model, run)[0] if math.isfinite(losses[-1]) else math.inf
 
 
 @torch.no_grad()
-def judged(model: nn.Module, run: StudyRun) -> tuple[float, float]:
+def evaluate_held_out(model: nn.Module, run: StudyRun) -> tuple[float, float]:
     """Return loss and accuracy over the held-out samples."""
     task = task_of(run.task)
     batch = {"inputs": task.held_out.inputs, "targets": task.held_out.targets}
@@ -136,7 +136,7 @@ def judged(model: nn.Module, run: StudyRun) -> tuple[float, float]:
 
 
 def noise_scale_of(run: StudyRun) -> float:
-    """Return the noise scale in samples before the middle of a run, measured by the engine over about 40 steps."""
+    """Return the median noise scale, in samples, over the second quarter of a run, as measured by the engine."""
     model, steps = new_model(run), num_steps_of(run)
     scales = list[float]()
     noise = GradientNoise(every=1, decay=0.95)
@@ -148,7 +148,7 @@ def noise_scale_of(run: StudyRun) -> float:
     return statistics.median(scales)
 
 
-def whole_spec(run: StudyRun, model: nn.Module) -> tuple[TrainSpec, Batch, Hardware]:
+def sharpness_inputs(run: StudyRun, model: nn.Module) -> tuple[TrainSpec, Batch, Hardware]:
     """Return the input of `measure_sharpness`, over all training samples of a run."""
     task = task_of(run.task)
     spec = TrainSpec(

@@ -1,7 +1,6 @@
 """Trace the executed lines of a program, in order, with the values of a few variables.
 
-A line is recorded before it runs; its changes are read just before the next line runs. So the values of a line
-are the values after it.
+A line is recorded before it runs, and its values are read just before the next line runs.
 """
 
 import ast
@@ -29,7 +28,7 @@ from torch import nn
 from anybatch.parallel.launchers import listen_at_loopback
 
 LOSSES = {"loss": ("loss", "total"), "loss_sum": ("loss_sum",)}
-"""Displayed value to the names of variables that may contain it; tensors need exactly one element."""
+"""Names of the variables that may contain each displayed value, as tensors with one element."""
 MODELS = ("model", "ddp", "network")
 TIME_LIMIT_SECONDS = 300
 UPDATES = ("optimizer.step()", "engine.step(")
@@ -60,8 +59,8 @@ class LineTrace:
     """A trace of one thread and the given files, recorded in a `with` block."""
 
     sources: Sequence[TracedFile]
-    repeats: int = 6
-    vectors: bool = False
+    repeats: int = 6  # maximum recorded executions of a line
+    vectors: bool = False  # whether to record weights and gradients
     # for each recorded line, the index of its file in `sources`, and its line number
     numbers: list[tuple[int, int]] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)  # number of unrecorded lines just before it
@@ -76,8 +75,8 @@ class LineTrace:
     _files: dict[str, int] = field(default_factory=dict)
     _main: list[int] = field(default_factory=list)
     _seen: dict[tuple[int, int], int] = field(default_factory=dict)
-    _unnoted: int = 0
-    _under_way: dict[FrameType, tuple[int, int]] = field(default_factory=dict)
+    _num_skipped: int = 0
+    _running: dict[FrameType, tuple[int, int]] = field(default_factory=dict)
     _now: dict[str, float] = field(default_factory=lambda: {"micro_batches": 0, "updates": 0})
     _model: "weakref.ref[nn.Module] | None" = None
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -91,66 +90,66 @@ class LineTrace:
         self._stack.enter_context(contextlib.redirect_stdout(self.output))
         # An earlier tracer, such as a debugger or a coverage tool, is restored afterwards.
         self._stack.callback(sys.settrace, sys.gettrace())
-        sys.settrace(self._called)
+        sys.settrace(self._on_call)
         return self
 
     def __exit__(self, *error: object) -> None:
         """Stop tracing, and restore an earlier tracer."""
         self._stack.close()
-        # A frame keeps its variables alive.
-        self._under_way.clear()
+        # Drop the frames, because they keep their variables alive.
+        self._running.clear()
 
-    def _called(self, frame: FrameType, event: str, value: object) -> Any:  # noqa: ANN401, ARG002 (as sys.settrace has it)
+    def _on_call(self, frame: FrameType, event: str, value: object) -> Any:  # noqa: ANN401, ARG002 (as sys.settrace has it)
         code = frame.f_code
         inner = code.co_name.startswith("<") and code.co_name != "<module>"  # differs between Python versions
-        return None if inner or code.co_filename not in self._files else self._watched
+        return None if inner or code.co_filename not in self._files else self._on_event
 
-    def _watched(self, frame: FrameType, event: str, value: object) -> Any:  # noqa: ANN401, ARG002 (as sys.settrace has it)
+    def _on_event(self, frame: FrameType, event: str, value: object) -> Any:  # noqa: ANN401, ARG002 (as sys.settrace has it)
         if event in ("line", "return"):
             self._finish(frame)
         if event == "line":
             file = self._files[frame.f_code.co_filename]
             if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a module or a class: it runs on import
-                noted = frame.f_lineno > self._main[file] > 0
+                is_recorded = frame.f_lineno > self._main[file] > 0
             else:  # a line before its function: import hooks put decorators there
-                noted = frame.f_lineno >= frame.f_code.co_firstlineno
-            if noted:
-                self._note(frame, (file, frame.f_lineno))
-        return self._watched
+                is_recorded = frame.f_lineno >= frame.f_code.co_firstlineno
+            if is_recorded:
+                self._record(frame, (file, frame.f_lineno))
+        return self._on_event
 
-    def _note(self, frame: FrameType, place: tuple[int, int]) -> None:
-        self._under_way[frame] = place
-        self._seen[place] = self._seen.get(place, 0) + 1
-        if self._seen[place] > self.repeats:
-            self._unnoted += 1
+    def _record(self, frame: FrameType, location: tuple[int, int]) -> None:
+        self._running[frame] = location
+        self._seen[location] = self._seen.get(location, 0) + 1
+        if self._seen[location] > self.repeats:
+            self._num_skipped += 1
             return
-        self.numbers.append(place)
-        self.skipped.append(self._unnoted)
+        self.numbers.append(location)
+        self.skipped.append(self._num_skipped)
         self.values.append({})
         self.states.append({})
         self.printed.append(0)
-        self._unnoted = 0
+        self._num_skipped = 0
 
     def _finish(self, frame: FrameType) -> None:
         """Record the changes of the previous line."""
-        place = self._under_way.pop(frame, None)
-        if place is not None:
-            text = self._texts[place[0]][place[1] - 1]
-            # Detect it from the text of the line, because calls into torch are not traced.
+        location = self._running.pop(frame, None)
+        if location is not None:
+            text = self._texts[location[0]][location[1] - 1]
+            # Detect backwards and updates from the text, because calls into torch are not traced.
             if ".backward(" in text:
                 self._now["micro_batches"] += 1
             if any(update in text for update in UPDATES):
                 self._now["updates"] += 1
                 self._now["micro_batches"] = 0
-        self._look(frame.f_locals)
-        if self.values and not self._unnoted:
+        self._read_values(frame.f_locals)
+        if self.values and not self._num_skipped:
             # Copy, because later lines change the values.
             self.values[-1] = dict(self._now)
             if self.vectors and self._model is not None:
                 self.states[-1] = state_of(self._model())
             self.printed[-1] = self.output.tell()
 
-    def _look(self, names: Mapping[str, Any]) -> None:
+    def _read_values(self, names: Mapping[str, Any]) -> None:
         module = next((names[name] for name in MODELS if isinstance(names.get(name), nn.Module)), None)
         if module is not None:
             self._model = weakref.ref(module)  # DDP has to be freed before its process group: keep no reference to it
@@ -159,16 +158,16 @@ class LineTrace:
         if gradients:
             self._now["gradient_norm"] = float(torch.stack([g.detach().norm() for g in gradients]).norm())
         else:
-            # Cleared gradients have no norm, which differs from 0.
+            # Cleared gradients have no norm; 0 would be the norm of zero gradients.
             self._now.pop("gradient_norm", None)
-        for shown, kept in LOSSES.items():
-            loss = next((names[name] for name in kept if name in names), None)
+        for name, variables in LOSSES.items():
+            loss = next((names[name] for name in variables if name in names), None)
             if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-                self._now[shown] = float(loss.detach())
+                self._now[name] = float(loss.detach())
 
 
 def state_of(model: nn.Module | None) -> dict[str, list[float]]:
-    """Return weights and gradient of a model as flat lists; None for a cleared gradient."""
+    """Return weights and gradients of a model as flat lists; without "gradients" if a gradient is None."""
     parameters = [] if model is None else list(model.parameters())
     state = {"weights": [parameter.detach() for parameter in parameters]}
     if parameters and all(parameter.grad is not None for parameter in parameters):
@@ -181,7 +180,7 @@ def state_of(model: nn.Module | None) -> dict[str, list[float]]:
 
 
 def columns(lines: LineTrace) -> dict[str, Any]:
-    """Return a trace as JSON: lists of numbers, and for each variable its changes as [index of the line, value]."""
+    """Return a trace as JSON: recorded lines, and the changes of each value as [index of the line, value]."""
     names = sorted({name for values in lines.values for name in values})
     changes: dict[str, list[list[float | None]]] = {name: [] for name in names}
     for index, values in enumerate(lines.values):
@@ -201,14 +200,14 @@ def columns(lines: LineTrace) -> dict[str, Any]:
         "file_of": [] if not any(files) else files,
         "skipped": [[index, count] for index, count in enumerate(lines.skipped) if count],
         "values": changes,
-        **({"vectors": _changes(lines.states)} if lines.vectors else {}),
-        "printed": _steps(lines.printed),
+        **({"vectors": _state_changes(lines.states)} if lines.vectors else {}),
+        "printed": _number_changes(lines.printed),
         "output": lines.output.getvalue(),
     }
 
 
-def _changes(states: Sequence[Mapping[str, list[float]]]) -> dict[str, list[list[Any]]]:
-    """Return only the changes of weights and gradient: [index of the line, numbers or None]."""
+def _state_changes(states: Sequence[Mapping[str, list[float]]]) -> dict[str, list[list[Any]]]:
+    """Return the changes of weights and gradients as [index of the line, numbers or None]."""
     by_name: dict[str, list[list[Any]]] = {"weights": [], "gradients": []}
     for index, state in enumerate(states):
         for name, changes in by_name.items():
@@ -218,19 +217,19 @@ def _changes(states: Sequence[Mapping[str, list[float]]]) -> dict[str, list[list
 
 
 def trace_program(sources: Sequence[TracedFile], *, repeats: int = 6, vectors: bool = False) -> dict[str, Any]:
-    """Return the trace of the first of these files, run as a program in a new process.
+    """Run the first file as a program in a new process, and return its trace, which includes the other files.
 
     Python 3.11 can loop forever in a traced call of a function that ran often before the trace started.
     """
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
+    parent_end, child_end = context.Pipe(duplex=False)
     process = context.Process(
         target=_serve_program,
         args=(tuple(sources),),
-        kwargs={"answer": theirs, "repeats": repeats, "vectors": vectors},
+        kwargs={"answer": child_end, "repeats": repeats, "vectors": vectors},
         daemon=True,
     )
-    return _answered([process], ours, theirs, sources[0].name)
+    return _receive([process], parent_end, child_end, sources[0].name)
 
 
 def _serve_program(sources: Sequence[TracedFile], *, answer: Connection, repeats: int, vectors: bool) -> None:
@@ -246,26 +245,26 @@ def trace_rank(
 ) -> dict[str, Any]:
     """Return the trace of one rank of a program, whose ranks are started by calling one of its functions.
 
-    `function` is called in fresh processes with (rank, number of ranks, where to meet) if it is `run_rank`, as in the
-    ladder, and otherwise with (rank, number of ranks) after the process group is set up.
+    `run_rank` (in the programs of `examples/from_scratch`) is called with (rank, number of ranks, rendezvous address)
+    in new processes; any other function with (rank, number of ranks), after the process group is set up.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="anybatch-lines-") as folder:
-        ours, theirs = context.Pipe(duplex=False)
-        meeting = Path(folder, "ranks").as_uri()
+        parent_end, child_end = context.Pipe(duplex=False)
+        rendezvous = Path(folder, "ranks").as_uri()
         ranks = [
             context.Process(
                 target=_serve_rank,
-                args=(source, function, (number, num_ranks, meeting)),
-                kwargs={"answer": theirs if number == rank else None, "repeats": repeats},
+                args=(source, function, (number, num_ranks, rendezvous)),
+                kwargs={"answer": child_end if number == rank else None, "repeats": repeats},
                 daemon=True,
             )
             for number in range(num_ranks)
         ]
-        return _answered(ranks, ours, theirs, f"rank {rank} of {source.name}")
+        return _receive(ranks, parent_end, child_end, f"rank {rank} of {source.name}")
 
 
-def _answered(processes: Sequence[SpawnProcess], ours: Connection, theirs: Connection, what: str) -> dict[str, Any]:
+def _receive(processes: Sequence[SpawnProcess], ours: Connection, theirs: Connection, what: str) -> dict[str, Any]:
     """Start processes, return the object from the pipe, and end all of them."""
     for process in processes:
         process.start()
@@ -287,30 +286,30 @@ def _answered(processes: Sequence[SpawnProcess], ours: Connection, theirs: Conne
 
 
 def _serve_rank(
-    source: TracedFile, function: str, place: tuple[int, int, str], *, answer: Connection | None, repeats: int
+    source: TracedFile, function: str, group: tuple[int, int, str], *, answer: Connection | None, repeats: int
 ) -> None:
     torch.set_num_threads(1)
     program = runpy.run_path(str(source.path), run_name="traced")
-    # Other ranks are not traced: without files, no line is recorded.
-    watched = LineTrace([source] if answer is not None else [], repeats)
-    with watched:
+    # The other ranks get no files, so that they are not traced.
+    line_trace = LineTrace([source] if answer is not None else [], repeats)
+    with line_trace:
         if function == "run_rank":
-            program[function](*place)
+            program[function](*group)
         else:
-            _joined(program[function], *place)
+            _run_in_group(program[function], *group)
     if answer is not None:
-        answer.send(columns(watched))
+        answer.send(columns(line_trace))
 
 
-def _joined(function: Any, rank: int, num_ranks: int, meeting: str) -> None:  # noqa: ANN401 (a program's)
+def _run_in_group(function: Any, rank: int, num_ranks: int, rendezvous: str) -> None:  # noqa: ANN401 (a program's)
     listen_at_loopback()
-    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
+    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=num_ranks)
     function(rank, num_ranks)
     # Reference cycles may keep DDP alive, which has to be freed before its process group.
     gc.collect()
     torch.distributed.destroy_process_group()
 
 
-def _steps(numbers: Sequence[int]) -> list[list[int]]:
-    """Return only the changes in a list of numbers: [index, number]."""
+def _number_changes(numbers: Sequence[int]) -> list[list[int]]:
+    """Return the changes in a list of numbers as [index, number]."""
     return [[i, number] for i, number in enumerate(numbers) if number != (numbers[i - 1] if i else 0)]

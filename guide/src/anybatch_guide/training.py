@@ -1,4 +1,4 @@
-"""The parts of a playground run, and its engine loop: the same on one rank and on each of two."""
+"""The model, optimizer and data of a playground run, and its loop with the engine, for one rank or two."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -24,16 +24,16 @@ from anybatch_guide.tasks.task import PlaygroundTask
 FINAL_FACTOR = 0.1
 """The learning rate decays linearly to this fraction of its first value."""
 MAX_NORM = 1.0
-"""The maximum gradient norm for the clipping mistake; other runs do not clip."""
+"""The maximum gradient norm of runs with the clipping mistake; other runs do not clip."""
 KIBIBYTE = 2**10
 RUN_ENDS = (NonFiniteError, MemoryExhaustedError, torch.OutOfMemoryError)
-"""Errors that end a run as failed, with a last record as for any result."""
+"""Errors that end a run with the status "failed", after its last record."""
 Parts = tuple[nn.Module, Optimizer, LinearLR]
 _OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
 class StepMetrics(Observer, ViewObserver, Protocol):
-    """Collects the metrics of a run on this rank, or sends them to the collector."""
+    """Collects the metrics of a run in this process, or sends them to the process that does."""
 
     @property
     def measured_step(self) -> int:
@@ -107,7 +107,7 @@ def engine_of(
 def limited(setting: PlaygroundSetting, task: PlaygroundTask, parts: Parts) -> AbstractContextManager[object]:
     """Return a context with the memory limit of the setting, in addition to the data set.
 
-    The parts count towards the limit. A sample would count as the whole data set, so the data set is exempt.
+    Model and optimizer count towards the limit. The data set does not, because each sample is a view of all of it.
     """
     if not setting.memory_limit_kib:
         return nullcontext()
@@ -131,7 +131,7 @@ def run_engine(setting: PlaygroundSetting, task: PlaygroundTask, metrics: StepMe
         with engine, view.watching(parts[0]):
             for step, batch in enumerate(batches_of(setting, task)):
                 recording = record_memory(engine) if step == metrics.measured_step else None
-                # Memory of processing the record does not belong to the step.
+                # Leave these contexts before the metrics use memory, which does not belong to the step.
                 with recording or nullcontext(), limited(setting, task, parts):
                     engine.step(batch)
                 if recording is not None:

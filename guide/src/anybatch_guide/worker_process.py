@@ -1,4 +1,4 @@
-"""The server's view of the worker: a process that reads and writes lines, and can always be ended."""
+"""`WorkerProcess`: the worker as a subprocess of the server, which reads and writes JSON lines and can be killed."""
 
 import asyncio
 import contextlib
@@ -42,18 +42,18 @@ class WorkerProcess:
         return cls(process, folder)
 
     @property
-    def number(self) -> int:
+    def process_id(self) -> int:
         """The process id."""
         return self._process.pid
 
     def send(self, command: Mapping[str, Any]) -> None:
-        """Send a command; it is lost if the worker has ended, which is detected elsewhere."""
+        """Send a command; it is lost if the worker has ended, which `answers` detects."""
         assert self._process.stdin is not None
         if not self._process.stdin.is_closing():
             self._process.stdin.write(json.dumps(command, allow_nan=False).encode() + b"\n")
 
     async def answers(self) -> AsyncIterator[Mapping[str, Any]]:
-        """Yield its answers until it ends. An invalid or too long answer ends it."""
+        """Yield the worker's answers until it ends; kill it if an answer is invalid or too long."""
         assert self._process.stdout is not None
         while True:
             try:
@@ -66,14 +66,14 @@ class WorkerProcess:
                 return
             yield answer
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to its whole group, unless it has ended."""
+    def signal(self, signal_number: signal.Signals) -> None:
+        """Send a signal to the worker's process group, unless the worker has ended."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+                os.killpg(self._process.pid, signal_number)
 
     async def end(self, limits: Limits) -> None:
-        """Kill it: it has nothing to save."""
+        """Terminate the worker, and kill it after a timeout; it has nothing to save."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self.signal(signal.SIGTERM)
@@ -86,7 +86,7 @@ class WorkerProcess:
         self._folder.cleanup()
 
     def resident_bytes(self) -> int | None:
-        """Return its resident memory; None if the system does not report it."""
+        """Return the worker's resident memory in bytes; None if the system does not report it."""
         try:
             pages = Path(f"/proc/{self._process.pid}/statm").read_text(encoding="ascii").split()[1]
         except (OSError, IndexError):

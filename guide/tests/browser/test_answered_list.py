@@ -2,25 +2,17 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Page, expect
 
 from guide.tests.browser.chromium import DESKTOP, bring_to_life, come_to, opened
 from tests.architecture.source_tree import ROOT
 
 
-@dataclass(frozen=True)
-class Row:
-    """An element of the list.
-
-    Attributes:
-        element: its name in the table in `docs/guide.md`.
-        place: its part of the page.
-        there: its selector.
-        text: its expected text.
-    """
+class Row(NamedTuple):
+    """An element in the table in `docs/guide.md`: its name, its part of the page, its selector and expected text."""
 
     element: str
     place: str
@@ -80,16 +72,6 @@ ROWS = (
 )
 
 
-def what(place: Locator, row: Row) -> Locator:
-    """Return the locator of an element, in its part of the page."""
-    return place.locator(row.there).locator("visible=true").first
-
-
-def says(found: Locator) -> str:
-    """Return the value of a field, or the text of another element."""
-    return str(found.evaluate("one => one.matches('input') ? one.value : one.textContent"))
-
-
 @pytest.fixture(scope="module")
 def page(browser: Browser, address: str) -> Iterator[Page]:
     """Open the exported page, and hydrate all of it."""
@@ -104,10 +86,11 @@ def test_every_element_is_on_the_page(page: Page) -> None:
     """Each element is visible in its part of the page, with its text."""
     for row in ROWS:
         place = come_to(page, row.place) if row.place != "top" else page.locator("#top")
-        found = what(place, row)
+        found = place.locator(row.there).locator("visible=true").first
         found.scroll_into_view_if_needed()
         expect(found).to_be_in_viewport()
-        assert row.text in says(found), row.element
+        shown = found.evaluate("one => one.matches('input') ? one.value : one.textContent")
+        assert row.text in str(shown), row.element
 
 
 def test_the_table_is_the_list() -> None:
@@ -118,7 +101,7 @@ def test_the_table_is_the_list() -> None:
     assert rows == [(row.element, row.place) for row in ROWS]
 
 
-def test_the_elements_do_what_they_are_there_for(page: Page) -> None:
+def test_the_elements_work(page: Page) -> None:
     """Sliders change the verdict and bars, a button changes the sum, and the loop advances its counters and line."""
     memory = come_to(page, "gpu-memory")
     memory.locator(slider("Batch size")).press("Home")

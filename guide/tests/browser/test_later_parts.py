@@ -1,12 +1,11 @@
 """Parts hydrated near the screen fetch their data on demand and work."""
 
 import re
-from collections.abc import Iterator
 
 import pytest
 from playwright.sync_api import Browser, Locator, expect
 
-from guide.tests.browser.chromium import DESKTOP, PHONE, Watched, bring_to_life, opened
+from guide.tests.browser.chromium import DESKTOP, PHONE, Watched, opened
 
 PARTS = {
     "devices": "ddp_timeline",
@@ -14,16 +13,6 @@ PARTS = {
     "lengths": "length_cuts",
     "why-wrong": "wrong_losses",
 }
-
-
-@pytest.fixture(scope="module")
-def alive(browser: Browser, address: str) -> Iterator[Watched]:
-    """A fully hydrated page."""
-    with opened(browser, address, **DESKTOP) as watched:
-        bring_to_life(watched.page)
-        yield watched
-
-        assert watched.faults == []
 
 
 def fetched(watched: Watched) -> set[str]:
@@ -36,7 +25,7 @@ def said(part: Locator) -> list[str]:
     return re.sub(r"Data table\s+for “[^”]*”", "", part.inner_text()).split()
 
 
-def test_recordings_come_when_a_part_is_near(browser: Browser, address: str) -> None:
+def test_recordings_are_fetched_near_their_part(browser: Browser, address: str) -> None:
     """The data of these parts is fetched when they are near; their text exists before and stays the same."""
     with opened(browser, address, **PHONE) as watched:
         page = watched.page
@@ -65,7 +54,7 @@ def asked(watched: Watched) -> set[str]:
 def test_the_first_screen_needs_little(browser: Browser, address: str) -> None:
     """The page starts with one script, without recordings or parts further down."""
     with opened(browser, address, **DESKTOP) as watched:
-        expect(watched.page.locator("#top").get_by_role("slider", name="Micro-batch")).to_be_enabled()
+        expect(watched.page.locator("#top").get_by_role("slider", name="Position in the scene")).to_be_enabled()
         early = {name.removeprefix("parts/") for name in asked(watched) if name.startswith("parts/")}
 
         assert asked(watched) >= {"", "app.js", "app.css"}
@@ -76,7 +65,7 @@ def test_the_first_screen_needs_little(browser: Browser, address: str) -> None:
 
 
 @pytest.mark.parametrize(("part", "script"), [("planner", "planner.js"), ("forecast", "forecast.js")])
-def test_a_link_brings_what_it_leads_to(browser: Browser, address: str, part: str, script: str) -> None:
+def test_a_link_loads_only_its_part(browser: Browser, address: str, part: str, script: str) -> None:
     """A link to a fold opens it, fetches its script and data, and no other part's."""
     with opened(browser, address, **DESKTOP) as watched:
         page = watched.page
@@ -92,7 +81,7 @@ def test_a_link_brings_what_it_leads_to(browser: Browser, address: str, part: st
         assert watched.faults == []
 
 
-def test_a_part_that_cannot_come_stays_readable(browser: Browser, address: str) -> None:
+def test_a_part_that_fails_to_load_stays_readable(browser: Browser, address: str) -> None:
     """If a script cannot be fetched, the part is marked as failed, and its text stays."""
     with opened(browser, address, **DESKTOP) as watched:
         page = watched.page

@@ -83,7 +83,7 @@ def steps(part: Locator) -> Locator:
     return part.locator("dl div", has_text="optimizer steps").locator("data")
 
 
-def test_a_run_is_the_librarys(guide: Watched) -> None:
+def test_a_run_equals_the_library(guide: Watched) -> None:
     """Train runs the chosen setting in the engine, with the same losses as in Python."""
     setting = PlaygroundSetting(micro_batch_size=8, accumulation_steps=2, steps=12, seed=5)
     part = playground(guide.page, setting)
@@ -117,7 +117,7 @@ def test_pause_one_micro_batch_and_stop(guide: Watched) -> None:
     assert int(steps(part).inner_text()) < 400
 
 
-def test_two_ranks_are_run_here(guide: Watched) -> None:
+def test_two_ranks_run_live(guide: Watched) -> None:
     """On two ranks the page shows the losses of an equivalent run on one rank, and the bytes each rank sends."""
     setting = PlaygroundSetting(micro_batch_size=4, accumulation_steps=2, steps=4, seed=11, ranks=2)
     part = playground(guide.page, setting)
@@ -153,7 +153,7 @@ def test_memory_runs_out(guide: Watched, kib: int, told: str, judged: str) -> No
     expect(part.locator(".judged")).to_contain_text(judged)
 
 
-def test_a_figure_is_run_here(guide: Watched) -> None:
+def test_a_figure_runs_live(guide: Watched) -> None:
     """The figure shows live data, marked as such, and can return to the recording."""
     figure = come_to(guide.page, "mathematics").locator("figure", has_text="Try other splits and formats")
     chip = figure.locator(".chip").first
@@ -166,7 +166,7 @@ def test_a_figure_is_run_here(guide: Watched) -> None:
     expect(chip).to_contain_text("recorded")
 
 
-def test_a_lost_server_is_told(browser: Browser, tmp_path: Path) -> None:
+def test_a_lost_server_is_reported(browser: Browser, tmp_path: Path) -> None:
     """When the server stops, the page reports it, and keeps its data."""
     with Served(tmp_path, command=SERVE) as server, visited(browser, server) as watched:
         part = playground(watched.page, PlaygroundSetting())

@@ -25,7 +25,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("look", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_it_needs_nothing_else(browser: Browser, file: Path, look: dict[str, Any]) -> None:
+def test_the_file_needs_no_requests(browser: Browser, file: Path, look: dict[str, Any]) -> None:
     """The file hydrates and scrolls to its end without errors or requests."""
     with opened(browser, file.as_uri(), **look) as watched:
         scroll_through(watched.page)
@@ -35,7 +35,7 @@ def test_it_needs_nothing_else(browser: Browser, file: Path, look: dict[str, Any
         assert [url for url in watched.requests if not url.startswith("data:")] == [file.as_uri()]
 
 
-def test_recordings_are_in_it(browser: Browser, file: Path) -> None:
+def test_recordings_are_embedded(browser: Browser, file: Path) -> None:
     """A task that a served page would fetch is embedded with its runs, without an engine."""
     with opened(browser, file.as_uri(), **DESKTOP) as watched:
         part = come_to(watched.page, "playground")

@@ -60,24 +60,30 @@ def test_it_follows_two_ranks(
         Served(tmp_path, command=(*WATCH, str(folder))) as server,
         opened(browser, server.address, **DESKTOP) as watched,
     ):
-        row = watched.page.locator("main li").first
+        row = watched.page.locator("main tbody tr").first
         expect(row).to_contain_text("running")
-        expect(row.locator("dd").nth(1)).to_have_text("2.500")
+        expect(row.locator(".metric .number")).to_have_text("2.500")
         for number in range(1, 4):
             make(number, 2.5 - number / 10)
-        expect(row.locator("dd").nth(1)).to_have_text("2.200")
-        lanes = watched.page.get_by_role("img", name="Step 3 of 2 ranks")
+        expect(row.locator(".metric .number")).to_have_text("2.200")
+        row.get_by_role("link", name="live").click()
+        watched.page.get_by_label("title").fill("two ranks")
+        watched.page.get_by_role("button", name="Save").click()
+        expect(watched.page.get_by_text("Saved.")).to_be_visible()
+        lanes = watched.page.get_by_role("img", name="Step 4 of 2 ranks")
         expect(lanes.first.locator("rect.reduce")).to_have_count(2)
         whole = one_step(4, 1.25, 0)
         grown(folder / "events.jsonl", whole[:-9])
         grown(folder / "events-rank-1.jsonl", line("diagnosis", rank=1, step=3, level="info", message="looked again"))
         expect(watched.page.get_by_text("looked again")).to_be_visible()
-        expect(row.locator("dd").nth(0)).to_have_text("3")
+        watched.page.go_back()
+        expect(row).to_contain_text("two ranks")
+        expect(row.locator("td.number").nth(0)).to_have_text("4")
         grown(
             folder / "events.jsonl", whole[-9:], line("end", status="completed", num_steps=5, message=None, digest=None)
         )
         expect(row).to_contain_text("completed")
-        expect(row.locator("dd").nth(1)).to_have_text("1.250")
+        expect(row.locator(".metric .number")).to_have_text("1.250")
 
         assert watched.faults == []
         assert all(url.startswith((f"http://{server.host}/", "data:")) for url in watched.requests)
@@ -106,15 +112,81 @@ def page(browser: Browser, hostile: Path) -> Iterator[Watched]:
 
 def test_hostile_logs_stay_text(page: Watched) -> None:
     """For each hostile run: no injected element, no script, all parts drawn, no text cut off."""
-    rows = page.page.locator("main li .name")
+    rows = page.page.locator("main tbody .name")
     assert rows.count() == len(list(hostile_logs()))
     for at in range(rows.count()):
         rows.nth(at).click()
+        expect(page.page.get_by_role("link", name="All runs")).to_be_visible()  # the run's page, not the table's chart
         for scale in ("logarithmic", "linear"):
-            page.page.get_by_label(scale).check(force=True)
+            # Not at coordinates: a page of a run scrolls to its top when it opens.
+            page.page.get_by_label(scale).dispatch_event("click")
+            expect(page.page.get_by_label(scale)).to_be_checked()
         assert page.page.locator("img, iframe, object, script[src]").count() == 0
         assert AMISS not in page.page.locator("main").inner_text(), rows.nth(at).inner_text()
         assert page.page.evaluate(CLIPPED) == []
+        page.page.get_by_role("link", name="All runs").click()
     assert page.page.evaluate("window.hurt") is None
     assert page.faults == []
     assert page.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "no text widens a phone's page"
+
+
+@pytest.fixture
+def different_runs(tmp_path: Path) -> Path:
+    """Write the page of three runs: a calm one, one with another batch, and one that diverges."""
+    folder = tmp_path / "runs"
+    losses = {
+        "calm": [2.0 / n for n in range(1, 41)],
+        "small": [1.9 / n for n in range(1, 41)],
+        "lost": [2.0**n for n in range(40)],
+    }
+    for name, values in losses.items():
+        run = folder / name
+        run.mkdir(parents=True)
+        first = start(decisions={"batch": name, "seed": "0"})
+        (run / "events.jsonl").write_bytes(
+            first + b"".join(step(n, loss, 2.0 + n) for n, loss in enumerate(values)) + line("end", status="completed")
+        )
+    file = tmp_path / "page.html"
+    assert command.run([str(folder / "calm"), str(folder), "--export", str(file)]) == Status.DONE
+    return file
+
+
+def test_runs_are_compared(browser: Browser, different_runs: Path) -> None:
+    """Different settings and divergence are marked, and the table is sorted, filtered and downloaded as shown."""
+    with opened(browser, different_runs.as_uri(), **DESKTOP) as watched:
+        page = watched.page
+        rows = page.locator("main tbody tr")
+        expect(page.get_by_role("row", name="lost")).to_contain_text("completed, diverged")
+        expect(page.locator("thead th").last).to_contain_text("batch")
+        assert page.locator("td.different").count() == 2
+        expect(page.get_by_text("Values outside of the chart: lost")).to_be_visible()
+        page.locator("thead").get_by_role("button", name="run").click()
+        assert rows.locator(".name").all_inner_texts() == ["calm", "lost", "small"]
+        page.get_by_label("filter").fill("batch=small")
+        expect(rows).to_have_count(1)
+        with page.expect_download() as download:
+            page.get_by_role("button", name="Download table").click()
+        content = Path(download.value.path()).read_text(encoding="utf-8")
+        assert content.splitlines()[1].startswith("small,completed,0.0475,40,")
+        assert watched.faults == []
+
+
+def test_a_run_has_an_address(browser: Browser, different_runs: Path) -> None:
+    """A run's address opens its page at the top; dragging over the chart zooms, and a button shows all again."""
+    with opened(browser, f"{different_runs.as_uri()}#/run/small", **DESKTOP) as watched:
+        page = watched.page
+        expect(page.get_by_role("heading", level=1)).to_have_text("small")
+        chart = page.get_by_role("slider", name="loss of the runs")
+        box = chart.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + 200, box["y"] + 100)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 500, box["y"] + 100)
+        page.mouse.up()
+        page.get_by_role("button", name="Show all").click()
+        expect(page.get_by_role("button", name="Show all")).to_have_count(0)
+        page.get_by_label("some").dispatch_event("click")
+        assert chart.locator(".pale").count() == 1
+        page.get_by_role("link", name="All runs").click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("3 runs")
+        assert watched.faults == []

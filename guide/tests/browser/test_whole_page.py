@@ -5,8 +5,7 @@ Read-only tests share two hydrated pages, one on a desktop and one on a phone.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
@@ -28,48 +27,25 @@ from guide.tests.browser.chromium import (
 )
 
 
-@dataclass(frozen=True)
-class Look:
-    """A way to view the page.
+class Look(NamedTuple):
+    """A way to view the page: its device, media features to emulate, the window's size, and axe's rules.
 
-    Attributes:
-        device: the page to view.
-        media: media features to emulate; others stay as the page was opened.
-        size: of the window, if different.
-        rules: axe rules whose result can differ from earlier looks; None for all.
-        planted: extra faults that axe must find: rule -> (element, style).
+    None keeps the size of the device, or all rules.
     """
 
     device: str
-    media: dict[str, Any] = field(default_factory=dict)
+    media: dict[str, Any]
     size: dict[str, Any] | None = None
     rules: Sequence[str] | None = None
-    planted: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
-COLOURS = ("color-contrast", "link-in-text-block")
-LIGHT = {"color_scheme": "light", "reduced_motion": "no-preference"}
-PALE = ("p", "color: #cccccc; background: #ffffff")
-GREY = ("p", "color: #333333; background: #121316")
-FORCED = ("p", "forced-color-adjust: none; color: #cccccc; background: #ffffff")
-CUT_OFF = ("div", "overflow: auto; width: 2rem; height: 1rem; white-space: nowrap")
-PICTURE = ("img", "width: 1rem")
+COLOURS = ("color-contrast", "link-in-text-block")  # only colors depend on the scheme
 LOOKS: dict[str, Look] = {
-    "light": Look("desktop", planted={"image-alt": PICTURE, "color-contrast": PALE}),
-    # Only colors depend on the scheme; the dark phone covers everything else.
-    "dark": Look("desktop", {"color_scheme": "dark"}, rules=COLOURS, planted={"color-contrast": GREY}),
-    "forced colours": Look("desktop", {"forced_colors": "active"}, rules=COLOURS, planted={"color-contrast": FORCED}),
-    # Phones show other drawings and sizes.
-    "phone, dark, reduced motion": Look("phone", planted={"image-alt": PICTURE, "color-contrast": GREY}),
-    "phone": Look("phone", LIGHT, rules=()),  # covered by the next
-    # The same elements as on a phone (`test_a_small_phone_shows_what_a_phone_does`), in the other scheme and smaller.
-    "small": Look(
-        "phone",
-        LIGHT,
-        size=SMALL["viewport"],
-        rules=(*COLOURS, "scrollable-region-focusable", "target-size"),
-        planted={"scrollable-region-focusable": CUT_OFF, "color-contrast": PALE},
-    ),
+    "light": Look("desktop", {}),
+    "dark": Look("desktop", {"color_scheme": "dark"}, rules=COLOURS),
+    "forced colours": Look("desktop", {"forced_colors": "active"}, rules=COLOURS),
+    "phone, dark, reduced motion": Look("phone", {}),
+    "small": Look("phone", {"color_scheme": "light", "reduced_motion": "no-preference"}, SMALL["viewport"]),
 }
 WORDS = """main => {
     const copy = main.cloneNode(true);  // without the ticks of charts, which follow their size
@@ -86,12 +62,11 @@ AXE_RUN = """async ([rules, within]) => {
     return (await axe.run(within ?? document, {resultTypes: ['violations'], ...which})).violations
         .map(found => found.id + ': ' + found.nodes.slice(0, 3).map(node => node.target.join(' ')).join(' | '))
 }"""
-PLANT = """planted => {
+PLANT = """() => {
     const place = Object.assign(document.createElement('div'), {id: 'planted'});
-    for (const [kind, style] of planted) {
-        place.append(Object.assign(document.createElement(kind), {textContent: 'planted and seen'}));
-        place.lastChild.style.cssText = style;
-    }
+    const pale = Object.assign(document.createElement('p'), {textContent: 'planted and seen'});
+    pale.style.cssText = 'color: #cccccc; background: #ffffff';
+    place.append(document.createElement('img'), pale);
     document.querySelector('main').prepend(place);
     place.scrollIntoView({behavior: 'instant'});
 }"""
@@ -108,21 +83,24 @@ MISSED = f"""main => [...main.querySelectorAll('{CONTROLS}')].filter(element => 
 
 
 @pytest.fixture(scope="module")
-def desktop(browser: Browser, address: str) -> Iterator[Watched]:
-    """The page on a desktop in the light scheme, fully hydrated."""
-    with opened(browser, address, **DESKTOP, color_scheme="light") as watched:
-        scroll_through(watched.page)
-        bring_to_life(watched.page)  # or a request would be in progress on close
-        yield watched
+def pages(browser: Browser, address: str) -> Iterator[dict[str, Watched]]:
+    """The page on a desktop in the light scheme, and on a phone in the dark scheme, fully hydrated."""
+    with (
+        opened(browser, address, **DESKTOP, color_scheme="light") as desktop,
+        opened(browser, address, **PHONE, color_scheme="dark", reduced_motion="reduce") as phone,
+    ):
+        for watched in (desktop, phone):
+            scroll_through(watched.page)
+            bring_to_life(watched.page)  # or a request would be in progress on close
+        yield {"desktop": desktop, "phone": phone}
 
 
-@pytest.fixture(scope="module")
-def phone(browser: Browser, address: str) -> Iterator[Watched]:
-    """The page on a phone in the dark scheme with reduced motion, fully hydrated."""
-    with opened(browser, address, **PHONE, color_scheme="dark", reduced_motion="reduce") as watched:
-        scroll_through(watched.page)
-        bring_to_life(watched.page)
-        yield watched
+def finish_transitions(page: Page) -> None:
+    """Finish color transitions."""
+    page.evaluate("""async () => {
+        await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
+        for (const one of document.getAnimations()) if (one instanceof CSSTransition) one.finish();
+    }""")
 
 
 @contextmanager
@@ -135,11 +113,7 @@ def looked_at(pages: dict[str, Watched], name: str) -> Iterator[Watched]:
     assert size is not None
     page.set_viewport_size(look.size or size)  # type: ignore[arg-type]
     page.emulate_media(**look.media)
-    # Finish color transitions.
-    page.evaluate("""async () => {
-        await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
-        for (const one of document.getAnimations()) if (one instanceof CSSTransition) one.finish();
-    }""")
+    finish_transitions(page)
     try:
         yield watched
     finally:
@@ -147,10 +121,18 @@ def looked_at(pages: dict[str, Watched], name: str) -> Iterator[Watched]:
         page.set_viewport_size(size)
 
 
-@pytest.fixture(scope="module")
-def pages(desktop: Watched, phone: Watched) -> dict[str, Watched]:
-    """Both pages, by name."""
-    return {"desktop": desktop, "phone": phone}
+@pytest.mark.parametrize("look", LOOKS)
+def test_no_errors_in_any_look(pages: dict[str, Watched], look: str, address: str) -> None:
+    """In every look the page has no errors, policy violations, foreign requests or horizontal overflow."""
+    with looked_at(pages, look) as watched:
+        scroll_through(watched.page)
+        width, room = watched.page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+
+        assert watched.faults == []
+        assert {urlsplit(url).netloc for url in watched.requests if not url.startswith("data:")} == {
+            urlsplit(address).netloc
+        }
+        assert width <= room
 
 
 @pytest.fixture(scope="module")
@@ -164,42 +146,28 @@ def judged(pages: dict[str, Watched]) -> dict[str, Watched]:
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_nothing_goes_wrong(pages: dict[str, Watched], look: str, address: str) -> None:
-    """In every look the page has no errors, policy violations, foreign requests or horizontal overflow."""
-    with looked_at(pages, look) as watched:
-        scroll_through(watched.page)
-        width, room = watched.page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
-
-        assert watched.faults == []
-        assert {urlsplit(url).netloc for url in watched.requests if not url.startswith("data:")} == {
-            urlsplit(address).netloc
-        }
-        assert width <= room
-
-
-def axe(page: Page, rules: Sequence[str] | None, within: str | None = None) -> list[str]:
-    """Return axe's violations."""
-    return list(page.evaluate(AXE_RUN, [rules, within]))
-
-
-@pytest.mark.parametrize("look", [name for name, look in LOOKS.items() if look.rules != ()])
 def test_it_is_accessible(judged: dict[str, Watched], look: str) -> None:
-    """Axe finds no violations with every fold open, and does find planted ones."""
+    """Axe finds no violations with every fold open."""
     with looked_at(judged, look) as watched, unfolded(watched.page):
-        page, rules = watched.page, LOOKS[look].rules
-        assert axe(page, rules) == []
-
-        page.evaluate(PLANT, list(LOOKS[look].planted.values()))
-        try:
-            found = axe(page, rules, "#planted")
-            assert {one.split(":")[0] for one in found} == set(LOOKS[look].planted)
-        finally:
-            page.evaluate("document.querySelector('#planted').remove()")
+        finish_transitions(watched.page)  # parts that were not drawn before begin theirs now
+        assert watched.page.evaluate(AXE_RUN, [LOOKS[look].rules, None]) == []
 
 
-def test_every_number_says_where_it_is_from(desktop: Watched) -> None:
+@pytest.mark.parametrize("device", ["desktop", "phone"])
+def test_axe_finds_planted_faults(judged: dict[str, Watched], device: str) -> None:
+    """Axe finds a picture without words, and pale text."""
+    page = judged[device].page
+    page.evaluate(PLANT)
+    try:
+        found = page.evaluate(AXE_RUN, [None, "#planted"])
+        assert {one.split(":")[0] for one in found} == {"image-alt", "color-contrast"}
+    finally:
+        page.evaluate("document.querySelector('#planted').remove()")
+
+
+def test_every_number_has_its_source(pages: dict[str, Watched]) -> None:
     """Each digit in the text is inside an element with `data-from`; code and equations are exempt."""
-    page = desktop.page
+    page = pages["desktop"].page
     with unfolded(page):
         main = page.locator("main")
         kinds = page.evaluate("[...new Set([...document.querySelectorAll('[data-from]')].map(e => e.dataset.from))]")
@@ -213,9 +181,9 @@ def test_every_number_says_where_it_is_from(desktop: Watched) -> None:
             main.evaluate("main => main.querySelector('p:not([aria-hidden])').lastChild.remove()")
 
 
-def test_every_control_has_a_name_and_can_be_reached(desktop: Watched) -> None:
+def test_every_control_has_a_name_and_can_be_reached(pages: dict[str, Watched]) -> None:
     """The tab key reaches every control of the text, and each control has a name."""
-    page = desktop.page
+    page = pages["desktop"].page
     main = page.locator("main")
     page.evaluate(REACHED)
     main.focus()
@@ -227,7 +195,7 @@ def test_every_control_has_a_name_and_can_be_reached(desktop: Watched) -> None:
     assert main.evaluate(MISSED) == []
 
 
-def test_scripts_add_no_words(browser: Browser, address: str) -> None:
+def test_text_is_complete_without_scripts(browser: Browser, address: str) -> None:
     """Without scripts the text, equations, code and drawings are already complete."""
     with opened(browser, address, **DESKTOP, java_script_enabled=False) as still:
         words = still.page.locator("main").evaluate(WORDS)
@@ -236,13 +204,14 @@ def test_scripts_add_no_words(browser: Browser, address: str) -> None:
         expect(still.page.locator(".still")).to_be_visible()
     with opened(browser, address, **DESKTOP) as alive:
         main = alive.page.locator("main")
+        alive.page.get_by_role("slider", name="Position in the scene").press("Home")  # as before scripts run
 
         assert drawings
         assert (main.locator("figure svg").count(), main.locator("math").count()) == (drawings, equations)
         assert main.evaluate(WORDS).split() == words.split()
 
 
-@pytest.mark.parametrize("look", ["light", "phone", "small"])
+@pytest.mark.parametrize("look", ["light", "small"])
 def test_no_text_is_cut(pages: dict[str, Watched], look: str) -> None:
     """No text is cut off by its container, except in scrollable tables and code, and cut text is detected."""
     with looked_at(pages, look) as watched, unfolded(watched.page):
@@ -255,25 +224,41 @@ def test_no_text_is_cut(pages: dict[str, Watched], look: str) -> None:
         caption.evaluate("one => one.removeAttribute('style')")
 
 
-def test_the_first_screen_is_the_machine(browser: Browser, address: str) -> None:
-    """On the first screen a slider splits the batch and lowers the memory with equal loss, and a switch breaks it."""
+def test_the_scene_plays_once_and_follows_the_reader(browser: Browser, address: str) -> None:
+    """The scene plays when visible; split and limit change its outcome; the same moment is the same picture."""
     with opened(browser, address, **DESKTOP) as watched:
         page = watched.page
         top = page.locator("#top")
-        summary = top.locator("figcaption p").first
+        position, words = top.get_by_role("slider", name="Position in the scene"), top.locator(".words .head")
         expect(top.get_by_role("link", name="Start")).to_be_in_viewport()
-        expect(summary).to_contain_text("1.37 MiB")
-        top.get_by_role("slider", name="Micro-batch").press("End")
-        expect(summary).to_contain_text("64 parts of a single sample")
-        expect(summary).to_contain_text("The loss of every step matches")
-        top.get_by_role("switch", name="Forget to divide").check()
-        expect(summary).to_contain_text("Without dividing by 64")
-        top.get_by_role("spinbutton").fill("3")
-        top.get_by_role("spinbutton").press("Enter")
-        expect(top.get_by_role("status")).to_have_text("3 is not available; the nearest value is 4.")
+        expect(position).not_to_have_value("0")
+        position.press("End")
+        expect(words).to_have_text("Same gradient as the full batch.\n46% of its memory.")
+        position.press("Home")
+        expect(words).to_have_text("Train on 64 digits at once")
+        before = top.locator(".stage svg").first.inner_html()
+        position.fill("5")
+        assert top.locator(".stage svg").first.inner_html() != before
+        position.fill("0")
+        assert top.locator(".stage svg").first.inner_html() == before
+
+        summary = top.locator("figcaption p").first
+        top.get_by_role("radio", name="32 \u00d7 2").check(force=True)
+        expect(summary).to_contain_text("more than the limit of 2.5 MiB")
+        top.get_by_role("slider", name="memory limit").fill("3")
+        position.press("End")
+        expect(words).to_contain_text("Same gradient as the full batch.")
+        expect(summary).to_contain_text("In 2 micro-batches the step needs 2.69 MiB")
 
 
-def test_sliders_of_an_exported_playground_move_at_once(browser: Browser, address: str) -> None:
+def test_the_scene_without_motion_is_four_pictures(pages: dict[str, Watched]) -> None:
+    """With reduced motion nothing moves: four moments tell the story, until the reader plays it."""
+    top = pages["phone"].page.locator("#top")
+    expect(top.locator(".frames > li")).to_have_count(4)
+    expect(top.locator(".frames strong").first).to_have_text("Out of memory")
+
+
+def test_sliders_of_an_exported_playground_work_first(browser: Browser, address: str) -> None:
     """Without an engine a slider works as the first control, and pins survive a reload and can be removed."""
     with opened(browser, f"{address}#playground", **DESKTOP) as watched:
         page = watched.page

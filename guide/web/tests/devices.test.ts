@@ -2,7 +2,7 @@ import { readFileSync } from "node:fs";
 
 import { expect, test } from "vitest";
 
-import { exposed, links, longestExposed, nameOf, printed, sentBytes, type Forecasts, type RankStep, type Timeline } from "../src/sections/devices/timeline";
+import { exposed, links, nameOf, printed, sentBytes, split, type Forecasts, type RankStep, type Timeline } from "../src/sections/devices/timeline";
 
 const recorded = <Data>(name: string) => (JSON.parse(readFileSync(new URL(`../recordings/${name}.json`, import.meta.url), "utf-8")) as { data: Data }).data;
 
@@ -20,8 +20,26 @@ test("exposed communication is the time between the last gradient and the last s
   expect(exposed(STEP)).toEqual({ from: 6, to: 9 });
   expect(sentBytes(STEP)).toBe(120);
   const hidden = { ...STEP, buckets: STEP.buckets.map((one) => ({ ...one, done: 5.5 })) };
-  expect(longestExposed([hidden])).toBe(0);
-  expect(longestExposed([hidden, STEP])).toBe(3);
+  expect(exposed(hidden)).toEqual({ from: 6, to: 6 });
+});
+
+test("exposed time is waiting until the last other rank has sent its last bucket, and transfer from then on", () => {
+  const late = { ...STEP, layers: [{ layer: 0, ready: 8 }], buckets: STEP.buckets.map((one) => ({ ...one, sent: 7 + one.bucket, done: 9 })) };
+  expect(split(STEP, [STEP, late])).toEqual({ from: 6, sent: 8, to: 9, waiting: 2, transfer: 1 });
+  expect(split(late, [STEP, late])).toEqual({ from: 8, sent: 8, to: 9, waiting: 0, transfer: 1 });
+  expect(split(STEP, [STEP])).toEqual({ from: 6, sent: 6, to: 9, waiting: 0, transfer: 3 });
+});
+
+test("the two parts add up to the exposed time of each recorded rank, and the recorded straggler is waited for", () => {
+  const { worlds } = recorded<Timeline>("ddp_timeline");
+  for (const ranks of worlds.flatMap(({ ways }) => Object.values(ways)))
+    for (const rank of ranks) {
+      const { waiting, transfer } = split(rank, ranks);
+      expect(waiting + transfer).toBeCloseTo(exposed(rank).to - exposed(rank).from, 9);
+    }
+  const two = worlds[0]!.ways["no_sync until the last micro-batch"]!;
+  expect(split(two[0]!, two).waiting).toBeGreaterThan(split(two[0]!, two).transfer);
+  expect(split(two[1]!, two).waiting).toBe(0);
 });
 
 test("without no_sync, and with it around the backward only, gradients are sent in every micro-batch", () => {

@@ -58,23 +58,23 @@ test("a lost server is detected and its status cleared; a new connection restore
 test("a run that exceeded its time limit is reported, until the next request", async () => {
   const { guide, start } = await opened();
   Stream.latest.say("failed", { run: "abc", code: "time", message: "It took more than 120 seconds." });
-  expect(guide.trouble).toEqual({ code: "time", message: "It took more than 120 seconds." });
+  expect(guide.problem).toEqual({ code: "time", message: "It took more than 120 seconds." });
   await start({ kind: "experiment", name: "one_batch" });
-  expect(guide.trouble).toBeNull();
+  expect(guide.problem).toBeNull();
 });
 
 test("a part hydrated during a run gets its lines from the start, and results that already arrived", async () => {
-  const { onLines, Shown } = await opened();
-  const { hold } = await import("../src/data/recordings");
+  const { onLines, ExperimentView } = await opened();
+  const { provideRecordings } = await import("../src/data/recordings");
   const recording = { name: "one_batch", question: "?", made: {}, data: "recorded" };
-  hold(new Map([["one_batch", JSON.stringify(recording)]]));
+  provideRecordings(new Map([["one_batch", JSON.stringify(recording)]]));
   const lines = [0, 1, 2].map((sequence) => ({ kind: "step", sequence }));
   Stream.latest.say("lines", { run: "old", lines: [{ kind: "step", sequence: 7 }] });
   Stream.latest.say("lines", { run: "abc", lines: lines.slice(0, 2) });
-  const heard: unknown[] = [];
-  onLines((run, told) => heard.push(run, ...told));
+  const receivedLines: unknown[] = [];
+  onLines((run, received) => receivedLines.push(run, ...received));
   Stream.latest.say("lines", { run: "abc", lines: lines.slice(2) });
-  expect(heard).toEqual(["abc", lines[0], lines[1], "abc", lines[2]]);
+  expect(receivedLines).toEqual(["abc", lines[0], lines[1], "abc", lines[2]]);
   Stream.latest.say("result", { run: "abc", recording: { ...recording, data: "live" } });
-  expect(new Shown("one_batch").data).toBe("live");
+  expect(new ExperimentView("one_batch").data).toBe("live");
 });

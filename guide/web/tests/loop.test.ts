@@ -2,7 +2,7 @@ import { readFileSync } from "node:fs";
 
 import { describe, expect, it } from "vitest";
 
-import { eventsOf, knownAt, spansOf, stripAt } from "../src/math/looplog";
+import { eventsOf, logStateAt, spansOf, stripAt } from "../src/math/looplog";
 import { coloured } from "../src/math/python";
 import { bars, blocks } from "../src/math/strips";
 import { momentAt, type Trace, window as shownLines } from "../src/math/trace";
@@ -76,7 +76,7 @@ describe("a log", () => {
 
   it("adds up to the values in its step line", () => {
     for (const event of events.filter((one) => one.kind === "step")) {
-      const known = knownAt(events, event.index);
+      const known = logStateAt(events, event.index);
       expect(known.added).toBe(4);
       expect(known.targets).toBe(event.numbers.counts?.["loss"]);
       expect(known.lossSum / known.targets).toBeCloseTo(event.numbers.loss ?? Number.NaN, 5);

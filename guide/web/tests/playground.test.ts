@@ -3,12 +3,12 @@ import { readFileSync } from "node:fs";
 import { expect, test } from "vitest";
 
 import { parse, read, write } from "../src/data/address";
-import { NO_NEWS, newsOf } from "../src/data/news";
-import { keepPins, keptPins } from "../src/data/pins";
-import { addressShape, commandLine, cut, effective, fromAddress, Growing, inFive, judgement, limitOf, nearest, predictedPeak, program, refusal, same, toAddress, total, withTask, type Opening, type Run } from "../src/data/playground";
+import { NO_PROGRESS, updatedProgress } from "../src/data/progress";
+import { storePins, storedPins } from "../src/data/pins";
+import { addressShape, commandLine, cut, effective, fromAddress, RunBuilder, byDrawnCategory, compareWithNative, stripLimit, nearest, predictedPeak, program, refusal, sameSetting, toAddress, total, withTask, type Opening, type Run } from "../src/data/runs";
 import type { Line, Setting } from "../src/data/types";
 import { pixels } from "../src/math/images";
-import { cuts, pieces, shape } from "../src/sections/claims/claims";
+import { cuts, headline, pieces, shape, type ClaimData } from "../src/sections/claims/claims";
 
 const { data: opening } = JSON.parse(readFileSync(new URL("../recordings/playground_opening.json", import.meta.url), "utf-8")) as { data: Opening };
 const first = opening.runs[0] as Run;
@@ -49,7 +49,7 @@ test("the nearest run keeps the last change", () => {
   const wish: Setting = { ...usual, mistake: "zero_each", micro_batch_size: 64 };
   expect(nearest(wish, opening.runs, "mistake")?.setting.mistake).toBe("zero_each");
   expect(nearest({ ...usual, task: "text" }, opening.runs)).toBeUndefined();
-  expect(same(nearest(usual, opening.runs)?.setting ?? wish, usual)).toBe(true);
+  expect(sameSetting(nearest(usual, opening.runs)?.setting ?? wish, usual)).toBe(true);
 });
 
 test("the nearest run has the requested ranks, policy and limit", () => {
@@ -62,17 +62,17 @@ test("the nearest run has the requested ranks, policy and limit", () => {
 });
 
 test("lines of two ranks, a limit and single micro-batches build a run", () => {
-  const growing = new Growing("a", { ...usual, ranks: 2 });
+  const builder = new RunBuilder("a", { ...usual, ranks: 2 });
   const begin = (rank: number, position: number): Line => ({ kind: "micro_batch", event: "begin", rank, step: 0, position, time_seconds: 0 });
   const sent = (event: string, step: number, payload = "gradients"): Line => ({ kind: "reduction", event, payload, step, num_bytes: 100 });
   const seen = (rank: number, position: number): Line => ({ kind: "guide.micro_batch", rank, position, num_samples: 16, samples: { kind: "points", values: [] }, gradient: [-3, 1], sum: [2] });
-  growing.take([begin(0, 1), begin(1, 2), sent("begin", 0), sent("begin", 1), sent("end", 1), sent("begin", 1, "other"), sent("begin", 1), sent("begin", 2)]);
-  expect([growing.position, growing.second, growing.run.reduced_bytes]).toEqual([1, 2, 200]);
-  growing.take([seen(1, 0), seen(0, 0), seen(1, 1)]);
-  expect(growing.seen.map(({ rank, position }) => [rank, position])).toEqual([[0, 0], [1, 1]]);
-  expect(limitOf(growing.seen[0]!)).toBe(3);
-  growing.take([{ kind: "out_of_memory", micro_batch_size_before: 16, micro_batch_size_after: 8 }, { kind: "out_of_memory", micro_batch_size_before: 8, micro_batch_size_after: null }]);
-  expect(growing.run.smaller_sizes).toEqual([8]);
+  builder.take([begin(0, 1), begin(1, 2), sent("begin", 0), sent("begin", 1), sent("end", 1), sent("begin", 1, "other"), sent("begin", 1), sent("begin", 2)]);
+  expect([builder.position, builder.second, builder.run.reduced_bytes]).toEqual([1, 2, 200]);
+  builder.take([seen(1, 0), seen(0, 0), seen(1, 1)]);
+  expect(builder.seen.map(({ rank, position }) => [rank, position])).toEqual([[0, 0], [1, 1]]);
+  expect(stripLimit(builder.seen[0]!)).toBe(3);
+  builder.take([{ kind: "out_of_memory", micro_batch_size_before: 16, micro_batch_size_after: 8 }, { kind: "out_of_memory", micro_batch_size_before: 8, micro_batch_size_after: null }]);
+  expect(builder.run.smaller_sizes).toEqual([8]);
 });
 
 test("images are next to each other, with a line between them", () => {
@@ -89,24 +89,33 @@ test("another task starts with its default values", () => {
 });
 
 test("a run is built line by line", () => {
-  const growing = new Growing("a", usual);
+  const builder = new RunBuilder("a", usual);
   const step = (number: number, time: number): Line => ({ kind: "step", step: number, num_samples: 64, loss: number === 1 ? "NaN" : 2.5, gradient_norm: 1, learning_rates: [0.1], time_seconds: time });
   const begin = (number: number, time: number): Line => ({ kind: "micro_batch", event: "begin", step: number, position: 0, time_seconds: time });
-  growing.take([begin(0, 0), step(0, 5), begin(1, 5), step(1, 9), { kind: "guide.match", relative_difference: 0.5 }]);
-  growing.take([begin(2, 10), step(2, 12), { kind: "guide.memory", category_bytes: { weights: 2 } }, { kind: "guide.memory", category_bytes: { weights: 1 } }, { kind: "a kind from later" }]);
-  expect(growing.run.losses).toEqual([2.5, null, 2.5]);
-  expect(growing.run.relative_differences).toEqual([0.5]);
-  expect(growing.run.samples_per_second).toBe(32);
-  expect(growing.run.peak).toEqual({ weights: 2 });
-  growing.take([begin(3, 20)]);
-  growing.pause();
-  growing.take([step(3, 90), { kind: "end", status: "completed", digest: "abc" }]);
-  expect(growing.run.samples_per_second).toBe(32);
-  expect([growing.run.status, growing.run.digest]).toEqual(["completed", "abc"]);
+  builder.take([begin(0, 0), step(0, 5), begin(1, 5), step(1, 9), { kind: "guide.match", relative_difference: 0.5 }]);
+  builder.take([begin(2, 10), step(2, 12), { kind: "guide.memory", category_bytes: { weights: 2 } }, { kind: "guide.memory", category_bytes: { weights: 1 } }, { kind: "a kind from later" }]);
+  expect(builder.run.losses).toEqual([2.5, null, 2.5]);
+  expect(builder.run.relative_differences).toEqual([0.5]);
+  expect(builder.run.samples_per_second).toBe(32);
+  expect(builder.run.peak).toEqual({ weights: 2 });
+  builder.take([begin(3, 20)]);
+  builder.pause();
+  builder.take([step(3, 90), { kind: "end", status: "completed", digest: "abc" }]);
+  expect(builder.run.samples_per_second).toBe(32);
+  expect([builder.run.status, builder.run.digest]).toEqual(["completed", "abc"]);
+});
+
+test("a step whose first line was missed, as after a reload, has no speed", () => {
+  const builder = new RunBuilder("a", usual);
+  const step = (number: number, time: number): Line => ({ kind: "step", step: number, num_samples: 64, loss: 1, gradient_norm: 1, learning_rates: [0.1], time_seconds: time });
+  builder.take([step(20, 900)]);
+  expect(builder.run.samples_per_second).toBeNull();
+  builder.take([{ kind: "micro_batch", event: "begin", step: 21, position: 0, time_seconds: 900 }, step(21, 902), step(22, 990)]);
+  expect(builder.run.samples_per_second).toBe(32);
 });
 
 test("merging seven categories into five loses nothing", () => {
-  expect(Object.values(inFive(first.peak)).reduce((sum, bytes) => sum + bytes, 0)).toBe(total(first.peak));
+  expect(Object.values(byDrawnCategory(first.peak)).reduce((sum, bytes) => sum + bytes, 0)).toBe(total(first.peak));
 });
 
 test("a claim's text is words and numbers", () => {
@@ -117,14 +126,14 @@ test("a claim's text is words and numbers", () => {
   expect(shape({ label: "", unit: "bytes", value: 5 })).toEqual({ value: 5, unit: "bytes" });
 });
 
-test("memory is predicted from recorded runs, within two percent", () => {
-  const { data } = JSON.parse(readFileSync(new URL("../recordings/first_screen.json", import.meta.url), "utf-8")) as { data: { ways: { micro: number; steps: number; peak: Record<string, number> }[] } };
-  const runs = data.ways.map(({ micro, steps, peak }): Run => ({ ...first, setting: { ...usual, optimizer: "sgd", micro_batch_size: micro, accumulation_steps: steps }, peak }));
-  const without = (size: number) => runs.filter(({ setting }) => setting.micro_batch_size !== size && setting.accumulation_steps > 1);
-  for (const size of [2, 4, 8]) {
+test("memory is predicted from recorded runs, within five percent", () => {
+  const { data } = JSON.parse(readFileSync(new URL("../recordings/playground_digits.json", import.meta.url), "utf-8")) as { data: { runs: Run[] } };
+  const runs = data.runs.filter(({ setting }) => setting.optimizer === "sgd" && setting.mistake === "" && setting.accumulation_steps === 16);
+  const without = (size: number) => runs.filter(({ setting }) => setting.micro_batch_size !== size);
+  for (const size of [4, 16]) {
     const truth = runs.find(({ setting }) => setting.micro_batch_size === size) as Run;
     const found = predictedPeak(truth.setting, without(size)) ?? 0;
-    expect(Math.abs(found - total(truth.peak)) / total(truth.peak)).toBeLessThan(0.02);
+    expect(Math.abs(found - total(truth.peak)) / total(truth.peak)).toBeLessThan(0.05);
   }
   const limited = runs.map((run) => ({ ...run, setting: { ...run.setting, memory_limit_kib: 512 }, peak: { weights: 1 } }));
   const asked = { ...usual, optimizer: "sgd" as const, micro_batch_size: 4, memory_limit_kib: 512 };
@@ -132,9 +141,9 @@ test("memory is predicted from recorded runs, within two percent", () => {
   expect(predictedPeak({ ...usual, task: "text" }, runs)).toBeNull();
 });
 
-test("a run is judged by its first gradient, with a reason for a difference", () => {
+test("a run is judged by its first update, with a reason for a difference", () => {
   const judged = (setting: Partial<Setting>, gradient: number | null, last: number | null) =>
-    judgement({ ...first, setting: { ...usual, ...setting }, first_gradient_difference: gradient, relative_differences: last === null ? [] : [last] });
+    compareWithNative({ ...first, setting: { ...usual, ...setting }, first_gradient_difference: gradient, relative_differences: last === null ? [] : [last] });
   expect(judged({}, 1e-7, 1e-6).kind).toBe("same");
   expect(judged({}, 1e-7, 0.3)).toMatchObject({ kind: "drift", words: expect.stringContaining("rounding") as string });
   expect(judged({ mistake: "no_division" }, 3, 0.01)).toMatchObject({ kind: "other", words: expect.stringContaining("not divided") as string });
@@ -142,6 +151,8 @@ test("a run is judged by its first gradient, with a reason for a difference", ()
   expect(judged({ task: "shapes", norm: "batch", norm_policy: "freeze" }, 0.9, 0.2).words).toContain("fixed");
   expect(judged({ task: "shapes", norm: "batch", norm_policy: "exact" }, 1e-7, 1e-7).kind).toBe("same");
   expect(judged({ mistake: "drop_tail" }, 1e-7, 0.2)).toMatchObject({ kind: "other", words: expect.stringContaining("skipped") as string });
+  expect(judged({ mistake: "drop_tail" }, 1e-7, 0.2).words).toContain("first update");
+  expect(judged({}, 1e-7, 0.3).words).toContain("first update");
   expect(judged({ precision: "bf16" }, 1e-2, 1e-2).kind).toBe("same");
   expect(judged({}, null, null).kind).toBe("none");
 });
@@ -150,20 +161,28 @@ test("pins survive, and invalid data does not", () => {
   const kept = new Map<string, string>();
   const store = { getItem: (name: string) => kept.get(name) ?? null, setItem: (name: string, text: string) => void kept.set(name, text) };
   const pin = { run: first, from: { kind: "recorded", name: "playground_opening" } as const };
-  expect(keptPins(store)).toEqual([]);
-  keepPins([pin], store);
-  expect(keptPins(store)).toEqual([pin]);
+  expect(storedPins(store)).toEqual([]);
+  storePins([pin], store);
+  expect(storedPins(store)).toEqual([pin]);
   for (const text of ["{", "{}", "[null, 1, {\"run\": {}}]"]) {
     store.setItem("anybatch-pins", text);
-    expect(keptPins(store)).toEqual([]);
+    expect(storedPins(store)).toEqual([]);
   }
 });
 
 test("news belongs to one run, and one of one is no progress", () => {
   const step = (number: number): Line => ({ kind: "step", step: number, loss: 0.5 });
-  let news = newsOf(NO_NEWS, "a", [step(3)]);
-  expect(news).toMatchObject({ run: "a", step: 4, loss: 0.5 });
-  news = newsOf(news, "b", [{ kind: "guide.progress", done: 1, of: 40, what: "rounds" }]);
-  expect(news).toEqual({ run: "b", step: null, loss: null, progress: "rounds, 1 of 40", part: 1 / 40 });
-  expect(newsOf(news, "b", [{ kind: "guide.progress", done: 0, of: 1, what: "lines" }])).toMatchObject({ progress: "lines", part: null });
+  let progress = updatedProgress(NO_PROGRESS, "a", [step(3)]);
+  expect(progress).toMatchObject({ run: "a", step: 4, loss: 0.5 });
+  progress = updatedProgress(progress, "b", [{ kind: "guide.progress", done: 1, of: 40, what: "rounds" }]);
+  expect(progress).toEqual({ run: "b", step: null, loss: null, progress: "rounds, 1 of 40", part: 1 / 40 });
+  expect(updatedProgress(progress, "b", [{ kind: "guide.progress", done: 0, of: 1, what: "lines" }])).toMatchObject({ progress: "lines", part: null });
+});
+
+test("the headline of a claim is the first sentence, or one chosen for its verdict", () => {
+  const data = { claim: "less_memory", verdict: "true", text: "It falls to {peak}. The rest, 1.5 x, stays." } as ClaimData;
+  expect(headline(data)).toEqual({ head: "It falls to {peak}.", rest: "The rest, 1.5 x, stays." });
+  const chosen = { ...data, claim: "divide_by_n", verdict: "only_if" } as ClaimData;
+  expect(headline(chosen)).toEqual({ head: expect.stringContaining("{uneven_error}"), rest: data.text });
+  expect(headline({ ...chosen, verdict: "true" }).head).toBe("It falls to {peak}.");
 });

@@ -4,7 +4,7 @@ import { nearestAt, path, positions, spread } from "../src/math/curves";
 import { accumulationSteps, units } from "../src/math/cuts";
 import { stacked } from "../src/math/bars";
 import { formatBytes, formatNumber, formatTick } from "../src/math/format";
-import { apart, beside, binaryTicks, extent, logTicks, scale, ticks } from "../src/math/scales";
+import { withoutOverlap, labelPosition, binaryTicks, extent, logTicks, scale, ticks } from "../src/math/scales";
 
 describe("places", () => {
   test("ends of the domain map to the ends of the range, on both kinds of axis", () => {
@@ -26,7 +26,7 @@ describe("places", () => {
   });
 
   test("marks with overlapping labels are removed", () => {
-    expect(apart([0, 1, 2, 3, 4], scale([0, 4], [0, 100]), 40)).toEqual([0, 2, 4]);
+    expect(withoutOverlap([0, 1, 2, 3, 4], scale([0, 4], [0, 100]), 40)).toEqual([0, 2, 4]);
   });
 });
 
@@ -77,9 +77,9 @@ describe("numbers", () => {
 });
 
 test("labels of lines are not cut off", () => {
-  expect(beside(10, "linear, 256", 300)).toEqual({ x: 16, end: false });
-  expect(beside(290, "linear, 256", 300)).toEqual({ x: 284, end: true });
-  expect(beside(60, "square root, betas kept, 256", 150)).toEqual({ x: 150, end: true });
+  expect(labelPosition(10, "linear, 256", 300)).toEqual({ x: 16, end: false });
+  expect(labelPosition(290, "linear, 256", 300)).toEqual({ x: 284, end: true });
+  expect(labelPosition(60, "square root, betas kept, 256", 150)).toEqual({ x: 150, end: true });
 });
 
 describe("curves", () => {

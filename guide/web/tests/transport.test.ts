@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 
-import { LiveTransport, Once, Refused, StaticTransport, type Told } from "../src/data/transport";
+import { LiveTransport, LineFilter, Refused, StaticTransport, type ServerEvent } from "../src/data/transport";
 
 class Stream extends EventTarget {
   static made: Stream[] = [];
@@ -62,13 +62,13 @@ test("a stopped server counts as a refusal", async () => {
 
 test("events are forwarded unchanged, until the server closes the stream", () => {
   const { way } = browser(200, {});
-  const told: Told[] = [];
-  way.connect((one) => told.push(one));
+  const events: ServerEvent[] = [];
+  way.connect((one) => events.push(one));
   const stream = Stream.made[0];
   stream?.say("status", { worker: "idle", run: null, paused: false });
   stream?.say("lines", { run: "abc", lines: [{ kind: "step", step: 0 }] });
   stream?.dispatchEvent(new Event("close"));
-  expect(told.map((one) => one.event)).toEqual(["status", "lines", "lost"]);
+  expect(events.map((one) => one.event)).toEqual(["status", "lines", "lost"]);
   expect(stream?.closed).toBe(true);
 });
 
@@ -84,10 +84,10 @@ test("without an engine, an order is refused and no request is sent", async () =
 });
 
 test("lines that are repeated after a lost connection are forwarded once", () => {
-  const once = new Once();
+  const filter = new LineFilter();
   const lines = [0, 1, 2].map((sequence) => ({ kind: "step", sequence }));
-  expect(once.unheard("a", lines.slice(0, 2))).toHaveLength(2);
-  expect(once.unheard("a", lines)).toEqual([lines[2]]);
-  expect(once.unheard("b", lines)).toHaveLength(3);
-  expect(once.unheard("b", [{ kind: "guide.progress" }])).toHaveLength(1);
+  expect(filter.newLines("a", lines.slice(0, 2))).toHaveLength(2);
+  expect(filter.newLines("a", lines)).toEqual([lines[2]]);
+  expect(filter.newLines("b", lines)).toHaveLength(3);
+  expect(filter.newLines("b", [{ kind: "guide.progress" }])).toHaveLength(1);
 });

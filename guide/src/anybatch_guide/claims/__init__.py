@@ -1,1 +1,1 @@
-"""Claims about gradient accumulation, measured: each with a rule that gives its verdict."""
+"""Claims about gradient accumulation: each has a measurement, and a rule for its verdict."""

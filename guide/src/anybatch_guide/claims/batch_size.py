@@ -8,44 +8,41 @@ from typing import NamedTuple
 
 from anybatch_guide.claims import rules
 from anybatch_guide.claims.claim import Claim, Number, Numbers
-from anybatch_guide.claims.measuring import emit_progress
 from anybatch_guide.claims.rules import RULES
-from anybatch_guide.experiment import Emit
+from anybatch_guide.experiment import Emit, emit_progress
 from anybatch_guide.experiments import sharp_minima
 from anybatch_guide.experiments.batch_strategies import STEPS, variances
 from anybatch_guide.experiments.rates_by_batch import GRIDS, RateStudy, rules_of
+from anybatch_guide.experiments.sharp_minima import BASE, SEEDS
 from anybatch_guide.study import (
-    BETAS,
     MICRO_BATCH_SIZE,
     StudyRun,
     engine_of,
+    evaluate_held_out,
     held_out_loss,
-    judged,
     new_model,
     noise_scale_of,
     steps_of,
 )
 
-SEEDS = (0, 1)
-BASE = StudyRun(task="digits", optimizer="SGD", batch_size=16, learning_rate=0.02, epochs=8, betas=BETAS["SGD"])
 TARGET = 0.3
-"""The target of the held-out loss."""
-LOOK_EVERY = 128
-"""Samples between evaluations of the held-out loss, at least one step."""
+"""Target of the held-out loss: training stops when it is reached."""
+EVALUATE_EVERY = 128
+"""Number of samples between evaluations of the held-out loss, rounded down to whole steps, but at least one step."""
 RATES = {16: (0.02, 0.04, 0.08), 64: (0.08, 0.16, 0.32), 256: (0.16, 0.32, 0.64)}
-"""Candidates for the best rate at each size."""
+"""Learning rates to try at each batch size."""
 
 
 def larger_batch(emit: Emit) -> Numbers:
     """Train with three batch sizes, each at its best rate, until the held-out loss reaches a target."""
-    best: dict[int, ToTarget] = {}
+    best: dict[int, TargetCost] = {}
     for done, (size, rates) in enumerate(RATES.items()):
         emit_progress(emit, done, len(RATES) + 1, f"batches of {size}")
-        best[size] = min(to_target(replace(BASE, batch_size=size, learning_rate=rate)) for rate in rates)
+        best[size] = min(cost_to_target(replace(BASE, batch_size=size, learning_rate=rate)) for rate in rates)
     smallest, *larger = RATES
     emit_progress(emit, len(RATES), len(RATES) + 1, f"batches of {larger[-1]}, accumulated")
-    again = replace(BASE, batch_size=larger[-1], learning_rate=best[larger[-1]].rate)
-    accumulated = to_target(again, micro_batch_size=smallest)
+    large_run = replace(BASE, batch_size=larger[-1], learning_rate=best[larger[-1]].rate)
+    accumulated = cost_to_target(large_run, micro_batch_size=smallest)
     return {
         **{f"steps_{size}": cost.steps for size, cost in best.items()},
         **{f"samples_{size}": cost.samples for size, cost in best.items()},
@@ -54,8 +51,8 @@ def larger_batch(emit: Emit) -> Numbers:
     }
 
 
-class ToTarget(NamedTuple):
-    """The mean cost of reaching the target over seeds, ordered by steps."""
+class TargetCost(NamedTuple):
+    """Cost of reaching the target, as means over seeds; compares by steps first."""
 
     steps: float
     samples: float
@@ -63,41 +60,41 @@ class ToTarget(NamedTuple):
     rate: float
 
 
-def to_target(made: StudyRun, micro_batch_size: int = MICRO_BATCH_SIZE) -> ToTarget:
-    """Return the cost of reaching the target; infinite if a seed never does. Seconds are CPU time."""
-    ends = [_to_target(replace(made, seed=seed), micro_batch_size) for seed in SEEDS]
-    steps, samples, seconds = (statistics.fmean(values) for values in zip(*ends, strict=True))
-    return ToTarget(steps, samples, seconds, made.learning_rate)
+def cost_to_target(run: StudyRun, micro_batch_size: int = MICRO_BATCH_SIZE) -> TargetCost:
+    """Return the cost of reaching the target; infinite if a seed never reaches it. Seconds are CPU time."""
+    results = [_cost_to_target(replace(run, seed=seed), micro_batch_size) for seed in SEEDS]
+    steps, samples, seconds = (statistics.fmean(values) for values in zip(*results, strict=True))
+    return TargetCost(steps, samples, seconds, run.learning_rate)
 
 
-def _to_target(made: StudyRun, micro_batch_size: int) -> tuple[float, float, float]:
-    model, samples, seconds = new_model(made), 0, 0.0
-    every = max(1, LOOK_EVERY // made.batch_size)
-    with engine_of(made, model, micro_batch_size=micro_batch_size) as engine:
-        for number, batch in enumerate(steps_of(made), start=1):
-            begun = time.process_time()
+def _cost_to_target(run: StudyRun, micro_batch_size: int) -> tuple[float, float, float]:
+    model, samples, seconds = new_model(run), 0, 0.0
+    interval = max(1, EVALUATE_EVERY // run.batch_size)
+    with engine_of(run, model, micro_batch_size=micro_batch_size) as engine:
+        for number, batch in enumerate(steps_of(run), start=1):
+            begin = time.process_time()
             engine.step(batch)
-            seconds += time.process_time() - begun
+            seconds += time.process_time() - begin
             samples += len(batch["targets"])
-            if number % every == 0 and judged(model, made)[0] <= TARGET:
+            if number % interval == 0 and evaluate_held_out(model, run)[0] <= TARGET:
                 return number, samples, seconds
     return math.inf, math.inf, math.inf
 
 
 def one_rule(emit: Emit) -> Numbers:
-    """Scale the best rate of the smallest batch by each rule, and compare with the best rate of larger batches."""
+    """Return each rule's worst held-out loss as a multiple of the loss with the best rate, in three cases."""
     worst_ratios = {}
     for name, grid in GRIDS.items():
         study = RateStudy(grid, emit)
         by_rule = rules_of(noise_scale_of(study.best(grid.sizes[0])))
         for rule in RULES:
-            worst = max(study.against_tuned(by_rule[rule], size) for size in grid.sizes[1:])
+            worst = max(study.loss_ratio(by_rule[rule], size) for size in grid.sizes[1:])
             worst_ratios[f"{rule}_{name.replace(', ', '_').lower()}"] = worst
     return worst_ratios
 
 
 def less_noise(emit: Emit) -> Numbers:
-    """Compare the gradient variance for 16 and 128 samples, and the final losses."""
+    """Compare the gradient variance and the final loss of batches of 16 and 128 samples."""
     layers, _ = variances(30, emit)
     small = replace(BASE, epochs=4)
     rates = {"small": (0.02, 0.04, 0.08), "large": (0.08, 0.16, 0.32)}
@@ -107,10 +104,10 @@ def less_noise(emit: Emit) -> Numbers:
         "loss_same_steps": (replace(small, batch_size=128, epochs=4 * 8), rates["large"]),
     }
     numbers = {"noise_ratio": layers["native"]["all parameters"] / layers["small"]["all parameters"] * STEPS}
-    for done, (name, (made, candidates)) in enumerate(ways.items()):
+    for done, (name, (run, candidates)) in enumerate(ways.items()):
         emit_progress(emit, done, len(ways), name)
         numbers[name] = min(
-            statistics.fmean(held_out_loss(replace(made, learning_rate=rate, seed=seed)) for seed in SEEDS)
+            statistics.fmean(held_out_loss(replace(run, learning_rate=rate, seed=seed)) for seed in SEEDS)
             for rate in candidates
         )
     return numbers
@@ -120,12 +117,12 @@ def sharp(emit: Emit) -> Numbers:
     """Measure the largest eigenvalue and the accuracy after training with batches of 16 and 256."""
     numbers: dict[str, float] = {}
     ways = list(sharp_minima.ways((256,)))
-    for done, (way, made) in enumerate(ways):
+    for done, (way, run) in enumerate(ways):
         emit_progress(emit, done, len(ways), way)
-        ends = [sharp_minima.measured(replace(made, seed=seed)) for seed in sharp_minima.SEEDS]
+        results = [sharp_minima.measure_minimum(replace(run, seed=seed)) for seed in SEEDS]
         name = way.replace(",", "").replace(" ", "_")
-        numbers[f"eigenvalue_{name}"] = statistics.fmean(end["eigenvalue"] for end in ends)
-        numbers[f"accuracy_{name}"] = 100 * statistics.fmean(end["accuracy"] for end in ends)
+        numbers[f"eigenvalue_{name}"] = statistics.fmean(end["eigenvalue"] for end in results)
+        numbers[f"accuracy_{name}"] = 100 * statistics.fmean(end["accuracy"] for end in results)
     return numbers
 
 

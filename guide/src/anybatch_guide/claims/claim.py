@@ -1,4 +1,4 @@
-"""`Claim`: a common statement, the measurement to judge it, and the rule for the verdict."""
+"""`Claim`: a common statement, the measurement that tests it, and the rule for its verdict."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,11 +43,11 @@ class Claim:
     runs_here: bool = True  # whether the page may measure it; claims that need ranks are only recorded
 
 
-def judged(claim: Claim, numbers: Numbers) -> Data:
+def card_data(claim: Claim, numbers: Numbers) -> Data:
     """Return the data of a card: the claim, its numbers, the verdict of the rule, and its text."""
-    # Measured and displayed numbers must be the same.
+    # The measurement and the card must have the same numbers.
     if numbers.keys() != claim.numbers.keys():
-        message = f"{claim.name} measured {sorted(numbers)}, but shows {sorted(claim.numbers)}."
+        message = f"{claim.name} measured {sorted(numbers)}, but its card shows {sorted(claim.numbers)}."
         raise ValueError(message)
     verdict = claim.rule(numbers)
     return {
@@ -70,7 +70,7 @@ def experiment_of(claim: Claim) -> Experiment:
     """Return the experiment for a claim."""
 
     def run(emit: Emit) -> Data:
-        return judged(claim, claim.measure(emit))
+        return card_data(claim, claim.measure(emit))
 
     return Experiment(
         name=f"claims_{claim.name}",

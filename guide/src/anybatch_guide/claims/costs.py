@@ -3,15 +3,15 @@
 import itertools
 
 from anybatch_guide.claims.claim import Numbers
-from anybatch_guide.claims.measuring import BatchCut, emit_progress, median_ratio, step_memory, step_seconds
-from anybatch_guide.experiment import Emit
+from anybatch_guide.claims.measuring import BatchCut, median_ratio, step_memory, step_seconds
+from anybatch_guide.experiment import Emit, emit_progress
 from anybatch_guide.tasks.task import load
 
 ROUNDS = 15
 
 
 def n_times_longer(emit: Emit) -> Numbers:
-    """Time a step of 16 x 4 against the same 64 samples in one pass, and against a step of one micro-batch."""
+    """Compare the time of a step of four micro-batches with the same samples in one pass, and with one micro-batch."""
     accumulated, unsplit, one_micro_batch = BatchCut(16, 4), BatchCut(64, 1), BatchCut(16, 1)
     times = step_seconds(load("digits"), (accumulated, unsplit, one_micro_batch), emit, rounds=ROUNDS)
     return {
@@ -40,7 +40,7 @@ def larger_is_faster(emit: Emit) -> Numbers:
 
 
 def not_free(emit: Emit) -> Numbers:
-    """Compare the memory of a step in the forward and at the peak, with one micro-batch and with four."""
+    """Return the memory that a step of four micro-batches needs in addition to a step of one, in bytes."""
     task = load("digits")
     emit_progress(emit, 0, 2, "one micro-batch")
     alone = step_memory(task, micro_batch_size=16, effective_batch_size=16)
@@ -55,7 +55,7 @@ def not_free(emit: Emit) -> Numbers:
 
 
 def less_memory(emit: Emit) -> Numbers:
-    """Compare the peak memory of a step over 64 samples: in one pass, in four parts, one by one."""
+    """Compare the peak memory of a step over 64 samples in one pass, in four micro-batches, and one by one."""
     task = load("digits")
     peaks = {}
     for done, size in enumerate((64, 16, 1)):

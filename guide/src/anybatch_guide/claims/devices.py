@@ -1,10 +1,9 @@
-"""Common claims about training on several devices, and their measurements: replicas, reductions, samplers."""
+"""Common claims about training on several devices (replicas, reductions, samplers), and their measurements."""
 
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,25 +12,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler, TensorDataset
 
 import anybatch as ab
-from anybatch.cli.compare import first_batches
-from anybatch.core.run_config import RunConfig
-from anybatch.diagnostics import compare
-from anybatch.diagnostics.compare import ComparisonReport
 from anybatch.planner.forecast import forecast
-from anybatch.recipes.load import MeasuredJob
 from anybatch.testing import RankPool
 from anybatch_guide.claims import rules
 from anybatch_guide.claims.claim import Claim, Number, Numbers
-from anybatch_guide.claims.measuring import emit_progress, first_batch, flat_gradients, new_model, relative
-from anybatch_guide.experiment import Emit
+from anybatch_guide.claims.measuring import first_batch, flat_gradients, new_model, relative
+from anybatch_guide.experiment import Emit, emit_progress
 from anybatch_guide.experiments.forecasts import GRADIENT_BYTES, LINKS, cluster, workload
 from anybatch_guide.experiments.layer_order import run as steps_in_both_orders
-from anybatch_guide.experiments.rank_memory import held
+from anybatch_guide.experiments.rank_memory import measure_rank
+from anybatch_guide.experiments.two_ranks import compare_digits
 from anybatch_guide.tasks.task import cross_entropy, load
 
 EVEN, UNEVEN = (32, 32), (44, 20)
 RANKS, MESSAGE, ROUNDS = 4, 2**21, 9
-"""For the cost of a reduction: ranks, float32 numbers of a gradient, and interleaved rounds."""
+"""For the cost of a reduction: number of ranks, float32 values in a gradient, and interleaved rounds."""
 FIXED = ("weights", "gradients", "optimizer")
 
 
@@ -51,7 +46,7 @@ def no_average(emit: Emit) -> Numbers:
 
 
 def rank_errors(shares: tuple[int, ...]) -> dict[str, float]:
-    """Run on every rank: return the errors of the combined gradients, compared with all samples in one batch."""
+    """Return the errors of gradients combined over ranks, compared with one batch. Runs on every rank."""
     task = load("digits")
     inputs, targets = first_batch(task, sum(shares))
     model = new_model(task)
@@ -82,29 +77,29 @@ def sampler_overlap(emit: Emit) -> Numbers:
     number = len(load("digits").rows)
     return {
         "samples": number,
-        **{f"twice_on_{ranks}": given_twice(number, ranks) for ranks in (2, 4, 8)},
-        "twice_if_divisible": given_twice(number - number % 8, 8),
+        **{f"twice_on_{ranks}": num_repeated(number, ranks) for ranks in (2, 4, 8)},
+        "twice_if_divisible": num_repeated(number - number % 8, 8),
     }
 
 
-def given_twice(num_samples: int, num_ranks: int) -> int:
+def num_repeated(num_samples: int, num_ranks: int) -> int:
     """Return the number of samples of an epoch that are used more than once."""
-    numbers = TensorDataset(torch.arange(num_samples))
+    samples = TensorDataset(torch.arange(num_samples))
     samplers: list[DistributedSampler[tuple[Tensor, ...]]] = [
-        DistributedSampler(numbers, num_replicas=num_ranks, rank=rank, shuffle=True, seed=0)
+        DistributedSampler(samples, num_replicas=num_ranks, rank=rank, shuffle=True, seed=0)
         for rank in range(num_ranks)
     ]
-    given = [index for sampler in samplers for index in sampler]
-    return len(given) - len(set(given))
+    indices = [index for sampler in samplers for index in sampler]
+    return len(indices) - len(set(indices))
 
 
 def ddp_memory(emit: Emit) -> Numbers:
-    """Compare memory that does not depend on the batch: of one device, and of each of four with DDP and with FSDP."""
+    """Compare the memory that does not depend on the batch, on one device and per rank with DDP and FSDP."""
     fixed = {}
     for done, (strategy, num_ranks) in enumerate((("single", 1), ("ddp", RANKS), ("fsdp", RANKS))):
         emit_progress(emit, done, 3, strategy)
         with RankPool(num_ranks) as pool:
-            ranks = pool.run(held, strategy)
+            ranks = pool.run(measure_rank, strategy)
         fixed[strategy] = max(sum(rank["between"][name] for name in FIXED) for rank in ranks)
     return {
         "alone_bytes": fixed["single"],
@@ -115,9 +110,9 @@ def ddp_memory(emit: Emit) -> Numbers:
 
 
 def data_parallel(emit: Emit) -> Numbers:
-    """Compare DataParallel with DDP on two devices: lines, time, memory of the busiest process."""
+    """Compare DataParallel with DDP on two devices: changed lines, time, and peak memory."""
     emit_progress(emit, 0, 1, "ways, interleaved")
-    results = {result.way.name: result for result in compared(256).results}
+    results = {result.way.name: result for result in compare_digits(256).results}
     threads, ranks = results["DataParallel"], results["DDP"]
     return {
         "lines": threads.way.lines_by_hand,
@@ -128,12 +123,12 @@ def data_parallel(emit: Emit) -> Numbers:
 
 
 def all_reduce_saves(emit: Emit) -> Numbers:
-    """Time an all-reduce against sums through one rank, and its exposed part in a step."""
+    """Compare the time of an all-reduce with a sum on one rank, and return its exposed share of a step."""
     emit_progress(emit, 0, 2, "messages")
     with RankPool(RANKS) as pool:
         times = pool.run(reduction_seconds)[0]
     emit_progress(emit, 1, 2, "steps")
-    results = {result.way.name: result for result in compared(64).results}
+    results = {result.way.name: result for result in compare_digits(64).results}
     return {
         "through_one_ratio": statistics.median(a / b for a, b in zip(*times, strict=True)),
         "exposed": 100 * (results["DDP"].exposed_share or 0.0),
@@ -142,22 +137,22 @@ def all_reduce_saves(emit: Emit) -> Numbers:
 
 
 def reduction_seconds() -> tuple[list[float], list[float]]:
-    """Run on every rank: return the seconds of sums through one rank, and of all-reduces, interleaved."""
+    """Return the seconds of sums through one rank and of all-reduces, interleaved. Runs on every rank."""
     gradient = torch.ones(MESSAGE)
     ways: tuple[Callable[[Tensor], object], ...] = (through_first_rank, dist.all_reduce)
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(ROUNDS):
         for times, reduce in zip(seconds, ways, strict=True):
             dist.barrier()
-            begun = time.perf_counter()
+            begin_seconds = time.perf_counter()
             reduce(gradient)
-            times.append(time.perf_counter() - begun)
+            times.append(time.perf_counter() - begin_seconds)
             gradient.fill_(1.0)
     return seconds
 
 
 def through_first_rank(gradient: Tensor) -> None:
-    """Sum over ranks on rank 0, which receives all and sends the sum to each."""
+    """Sum over ranks on rank 0, which receives all gradients and sends the sum to each rank."""
     if dist.get_rank():
         dist.send(gradient, 0)
         dist.recv(gradient, 0)
@@ -170,37 +165,24 @@ def through_first_rank(gradient: Tensor) -> None:
         dist.send(gradient, rank)
 
 
-def compared(effective_batch_size: int) -> ComparisonReport:
-    """Return a comparison of the ways to run the digits on two ranks."""
-    job = MeasuredJob(recipe="digits", config=RunConfig(effective_batch_size=effective_batch_size))
-    return compare(
-        job.train_spec,
-        partial(first_batches, job),
-        effective_batch_size=effective_batch_size,
-        device_type="cpu",
-        num_devices=2,
-        most_seconds=20.0,
-    )
-
-
 def shards_travel(emit: Emit) -> Numbers:
-    """Compare steps of eight micro-batches and of one, in both orders of layers and micro-batches."""
+    """Compare a step of eight micro-batches with a step of one, micro-batch by micro-batch and layer by layer."""
     steps = {(step["order"], step["num_micro_batches"]): step for step in steps_in_both_orders(emit)["steps"]}
     numbers = {}
     for order, name in (("micro_batches", "by_micro_batch"), ("layers", "by_layer")):
-        one, eight = steps[order, 1], steps[order, 8]
-        numbers[name] = eight["gathered_bytes"] / one["gathered_bytes"]
+        single, eight = steps[order, 1], steps[order, 8]
+        numbers[name] = eight["gathered_bytes"] / single["gathered_bytes"]
         numbers[f"kept_{name}"] = eight["kept_bytes"]
         numbers[f"waiting_{name}"] = eight["waiting_bytes"]
     return {**numbers, "gradient_error": max(step["gradient_error"] for step in steps.values())}
 
 
 def linear_to_eight(emit: Emit) -> Numbers:
-    """Forecast the efficiency of eight devices: in one host, and on eight hosts of several networks."""
+    """Forecast the efficiency of eight devices, in one host and on eight hosts with slower links."""
     emit_progress(emit, 0, 1, "forecasts")
-    places = {"in_one_host": (LINKS[-1], 8), "at_10_gbit": (LINKS[1], 1), "at_1_gbit": (LINKS[0], 1)}
+    clusters = {"in_one_host": (LINKS[-1], 8), "at_10_gbit": (LINKS[1], 1), "at_1_gbit": (LINKS[0], 1)}
     numbers = {}
-    for name, (link, per_host) in places.items():
+    for name, (link, per_host) in clusters.items():
         for kind, work in (
             ("", workload(steps=1, effective=None)),
             ("_accumulated", workload(steps=8, effective=None)),
@@ -211,7 +193,7 @@ def linear_to_eight(emit: Emit) -> Numbers:
 
 
 def usual_buckets(emit: Emit) -> Numbers:
-    """Forecast steps by bucket size: compare the usual sizes with the best, on three networks and two models."""
+    """Forecast steps by bucket size, and compare the usual sizes with the best one, on three links and two models."""
     emit_progress(emit, 0, 1, "forecasts")
     losses: dict[int, list[float]] = {25: [], 50: []}
     best = []

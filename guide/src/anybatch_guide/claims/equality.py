@@ -1,4 +1,4 @@
-"""Measurements of claims about equality: does the accumulated gradient equal the gradient of the unsplit batch?"""
+"""Measurements of claims that the accumulated gradient equals the gradient of the unsplit batch."""
 
 import difflib
 import inspect
@@ -15,10 +15,10 @@ from anybatch_guide.claims import loops
 from anybatch_guide.claims.claim import Numbers
 from anybatch_guide.claims.measuring import (
     cut,
-    emit_progress,
     equal_weights,
     first_batch,
     flat_gradients,
+    measure_cases,
     new_model,
     relative,
     step_memory,
@@ -26,14 +26,14 @@ from anybatch_guide.claims.measuring import (
     weights_by_items,
 )
 from anybatch_guide.demo.run import changed_lines
-from anybatch_guide.experiment import Emit
+from anybatch_guide.experiment import Emit, emit_progress
 from anybatch_guide.tasks.task import PlaygroundTask, cross_entropy, load
 
 EVEN, UNEVEN, SMALL = [16] * 4, [24, 24, 16], [4] * 16
 
 
 def equivalent(emit: Emit) -> Numbers:
-    """Compare gradients in the usual case, and in each case that breaks equality."""
+    """Return the gradient error for equal micro-batches, and for each case that breaks equality."""
     digits, text = load("digits"), load("text")
     normed = load("shapes", norm="batch")
     cases: dict[str, Callable[[], float]] = {
@@ -44,11 +44,7 @@ def equivalent(emit: Emit) -> Numbers:
         "batch_norm_error": partial(error_of, normed, EVEN),
         "dropout_error": partial(error_of, replace(digits, model=partial(_with_dropout, digits)), EVEN),
     }
-    errors = {}
-    for done, (name, measure) in enumerate(cases.items()):
-        emit_progress(emit, done, len(cases), name)
-        errors[name] = measure()
-    return errors
+    return measure_cases(emit, cases)
 
 
 def error_of(
@@ -59,7 +55,7 @@ def error_of(
     inputs, targets = first_batch(task, sum(sizes), seed)
     batch = (inputs.to(dtype) if inputs.is_floating_point() else inputs), targets
     parts = cut(batch, sizes)
-    # Both gradients use the same seed, so that dropout differs only because of the split.
+    # Use the same seed for both gradients, so that dropout differs only because of the split.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         accumulated = weighted_gradient(model, parts, weights_by_items(parts) if by_share else equal_weights(parts))
@@ -78,46 +74,42 @@ def divide_by_n(emit: Emit) -> Numbers:
         "uneven_error_by_items": partial(error_of, digits, UNEVEN, by_share=True),
         "token_error_by_items": partial(error_of, text, SMALL, by_share=True),
     }
-    errors = {}
-    for done, (name, measure) in enumerate(cases.items()):
-        emit_progress(emit, done, len(cases), name)
-        errors[name] = measure()
-    return errors
+    return measure_cases(emit, cases)
 
 
 def stale(emit: Emit, steps: int = 20) -> Numbers:
-    """Observe the parameters within windows while Adam trains; for comparison, step after every micro-batch."""
+    """Return how much parameters change within windows while Adam trains, and with a step after every micro-batch."""
     task = load("digits")
-    model, other = new_model(task), new_model(task)
+    model, stepped_model = new_model(task), new_model(task)
     engine = ab.Engine(model, torch.optim.AdamW(model.parameters(), lr=0.003), task.loss, micro_batch_size=16)
-    moved, errors, moved_if_stepped = 0.0, [], []
-    optimizer = torch.optim.AdamW(other.parameters(), lr=0.003)
+    change, errors, changes_if_stepped = 0.0, [], []
+    optimizer = torch.optim.AdamW(stepped_model.parameters(), lr=0.003)
     for done, batch in enumerate(ab.batches(task.rows, effective_batch_size=64, steps=steps)):
         emit_progress(emit, done, steps, "steps")
         all_samples = first_batch(task, 64, seed=done)
         parts = cut(all_samples, EVEN)
         before = _vector(model)
         accumulated = weighted_gradient(model, parts, weights_by_items(parts))
-        moved = max(moved, float((_vector(model) - before).abs().max()))
+        change = max(change, float((_vector(model) - before).abs().max()))
         errors.append(relative(accumulated, weighted_gradient(model, [all_samples], [1.0])))
         model.zero_grad()  # the compared gradient does not belong to the engine's step
-        before = _vector(other)
+        before = _vector(stepped_model)
         for inputs, targets in parts:
             optimizer.zero_grad()
-            cross_entropy(other(inputs), targets).backward()
+            cross_entropy(stepped_model(inputs), targets).backward()
             optimizer.step()
-        moved_if_stepped.append(relative(_vector(other), before))
+        changes_if_stepped.append(relative(_vector(stepped_model), before))
         engine.step(batch)
     engine.close()
     return {
-        "moved": moved,
+        "moved": change,
         "gradient_error": max(errors),
-        "moved_if_stepped": sum(moved_if_stepped) / len(moved_if_stepped),
+        "moved_if_stepped": sum(changes_if_stepped) / len(changes_if_stepped),
     }
 
 
 def on_cpus(emit: Emit) -> Numbers:
-    """Accumulate on the CPU, and compare gradient and memory with the unsplit batch."""
+    """Compare the gradient and memory of an accumulated step with the unsplit batch, on this CPU."""
     task = load("digits")
     emit_progress(emit, 0, 2, "gradient")
     error = error_of(task, EVEN)
@@ -128,7 +120,7 @@ def on_cpus(emit: Emit) -> Numbers:
 
 
 def three_lines(emit: Emit) -> Numbers:
-    """Count the changed lines, and run the checker on the resulting loop."""
+    """Count the lines that each loop changes, and run `anybatch check --loop` on the loops."""
     emit_progress(emit, 0, 2, "lines")
     usual = check_loop(loops.three_lines)
     right = check_loop(loops.right)
@@ -145,7 +137,7 @@ def three_lines(emit: Emit) -> Numbers:
 def changed(before: Callable[..., None], after: Callable[..., None]) -> int:
     """Return the number of lines in the second function's body that the first lacks, ignoring indentation."""
     former, latter = (
-        # From the docstring on: signatures are not counted.
+        # Start at the docstring, because signatures are not counted.
         [line.strip() for line in inspect.getsource(function).partition('"""')[2].splitlines()]
         for function in (before, after)
     )
@@ -153,10 +145,10 @@ def changed(before: Callable[..., None], after: Callable[..., None]) -> int:
 
 
 def sync_batch_norm(emit: Emit) -> Numbers:
-    """Compare fixes for BatchNorm in a step of four micro-batches.
+    """Return the gradient error of BatchNorm, SyncBatchNorm and exact BatchNorm in a step of four micro-batches.
 
-    One rank runs SyncBatchNorm itself. For two and four ranks, BatchNorm runs on their concatenated micro-batches,
-    because SyncBatchNorm computes the same statistics.
+    For one rank, SyncBatchNorm runs. For two and four ranks, BatchNorm runs on the concatenated micro-batches of all
+    ranks, because SyncBatchNorm computes the same statistics.
     """
     task = load("shapes", norm="batch")
     emit_progress(emit, 0, 3, "plain and synchronised")

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR
 import anybatch as ab
 from anybatch_guide.claims.claim import Numbers
 from anybatch_guide.claims.equality import error_of
-from anybatch_guide.claims.measuring import emit_progress, new_model
-from anybatch_guide.experiment import Emit
+from anybatch_guide.claims.measuring import new_model
+from anybatch_guide.experiment import Emit, emit_progress
 from anybatch_guide.mistakes.mistake import loop_of
 from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, cross_entropy, load
 
@@ -42,20 +42,20 @@ def forgetting(emit: Emit) -> Numbers:
 
 
 def final_loss(task: PlaygroundTask, loop: str, optimizer: Callable[..., Optimizer], seed: int) -> float:
-    """Return the mean loss over an epoch's samples after training in windows of 16 micro-batches of 4.
+    """Train in windows of 16 micro-batches of 4 samples, and return the mean loss over all training samples.
 
-    NaN counts as infinite.
+    A loss that is not finite counts as infinite.
     """
     model = new_model(task, seed)
-    trained = optimizer(model.parameters())
+    attached_optimizer = optimizer(model.parameters())
     loader = MicroBatches(task.rows, 4, seed)
     for _ in range(NUM_EPOCHS):
         loop_of(loop)(
             model,
             loader,
-            optimizer=trained,
+            optimizer=attached_optimizer,
             # The loops need a scheduler; this one keeps the learning rate.
-            scheduler=LambdaLR(trained, lambda _: 1.0),
+            scheduler=LambdaLR(attached_optimizer, lambda _: 1.0),
             criterion=cross_entropy,
             accumulation_steps=16,
             max_norm=math.inf,

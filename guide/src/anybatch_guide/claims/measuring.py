@@ -4,8 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from jaxtyping import Float
@@ -13,16 +12,12 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.diagnostics.memory_report import record_memory
-from anybatch_guide.experiment import Emit
+from anybatch_guide.experiment import Emit, emit_progress
 from anybatch_guide.mistakes.windows import items
 from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, cross_entropy
 
 Pair = tuple[Tensor, Tensor]
-
-
-def emit_progress(emit: Emit, done: int, of: int, what: str) -> None:
-    """Emit the progress of a measurement; `emit` raises to cancel it."""
-    emit({"kind": "guide.progress", "done": done, "of": of, "what": what})
+T = TypeVar("T")
 
 
 def new_model(task: PlaygroundTask, seed: int = 0) -> nn.Module:
@@ -38,7 +33,7 @@ def first_batch(task: PlaygroundTask, num_samples: int, seed: int = 0) -> Pair:
 
 
 def cut(pair: Pair, sizes: Sequence[int]) -> list[Pair]:
-    """Return a batch as micro-batches of these sizes."""
+    """Split a batch into micro-batches of the given sizes."""
     inputs, targets = pair
     return list(zip(inputs.split(list(sizes)), targets.split(list(sizes)), strict=True))
 
@@ -69,7 +64,7 @@ def equal_weights(parts: Sequence[Pair]) -> list[float]:
 
 
 def relative(actual: Float[Tensor, " number"], expected: Float[Tensor, " number"]) -> float:
-    """Return |found - expected| / |expected|."""
+    """Return |actual - expected| / |expected|."""
     return float((actual - expected).norm() / expected.norm())
 
 
@@ -81,12 +76,21 @@ class BatchCut:
     number: int
 
 
+def measure_cases(emit: Emit, cases: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+    """Return the result of each case, and emit the progress."""
+    results = {}
+    for done, (name, measure) in enumerate(cases.items()):
+        emit_progress(emit, done, len(cases), name)
+        results[name] = measure()
+    return results
+
+
 def step_seconds(
     task: PlaygroundTask, cuts: Sequence[BatchCut], emit: Emit, *, rounds: int
 ) -> dict[BatchCut, list[float]]:
     """Return the CPU time of one optimizer step for each split and round; rounds are interleaved.
 
-    CPU time on one thread, because other processes affect it less than wall time.
+    CPU time, because other processes affect it less than wall time.
     """
     steps = {split: _stepper(task, split) for split in cuts}
     # Once without timing: the first step creates the optimizer state.
@@ -96,9 +100,9 @@ def step_seconds(
     for number in range(rounds):
         emit_progress(emit, number, rounds, "round of times")
         for split, step in steps.items():
-            begun = time.process_time()
+            begin = time.process_time()
             step()
-            seconds[split].append(time.process_time() - begun)
+            seconds[split].append(time.process_time() - begin)
     return seconds
 
 
@@ -140,8 +144,3 @@ def step_memory(
     totals = cast("list[int]", timeline.totals.tolist())
     forward = max((at for at, phase in enumerate(timeline.phases) if phase == "forward"), key=totals.__getitem__)
     return {"peak": timeline.at(timeline.peak_moment), "forward": timeline.at(forward)}
-
-
-def is_rising(values: Sequence[float], factor: float) -> bool:
-    """Whether each value is at least `factor` times the previous one."""
-    return all(later >= factor * earlier for earlier, later in pairwise(values))

@@ -1,19 +1,19 @@
-"""The rules from the numbers of a claim to its verdict. The catalogue describes each in words."""
+"""The rules that judge a claim by its numbers: "true", "only_if" or "false". The catalogue describes each in words."""
 # ruff: noqa: PLR2004 (the catalogue describes the limits in words)
 
 from anybatch_guide.claims.claim import EXACT, WRONG, Numbers, Verdict
 
 RULES = ("none", "linear", "sqrt", "gain")
-"""Rules for the learning rate: by batch sizes, and the last one by the noise of the gradient too."""
+"""Scaling rules for the learning rate: three use only the batch sizes, "gain" also the gradient noise."""
 
 
 def less_memory(numbers: Numbers) -> Verdict:
-    """Judge: less than nine tenths of the memory."""
+    """Judge whether four micro-batches need less than 90% of the memory of one pass."""
     return "true" if numbers["ratio_in_four"] < 0.9 else "false"
 
 
 def equivalent(numbers: Numbers) -> Verdict:
-    """Judge: every error is rounding, or only the first."""
+    """Judge whether every gradient error is rounding, or only the error of equal micro-batches."""
     if numbers["even_error"] > EXACT:
         return "false"
     others = ("uneven_error", "token_error", "batch_norm_error", "dropout_error")
@@ -21,33 +21,33 @@ def equivalent(numbers: Numbers) -> Verdict:
 
 
 def on_cpus(numbers: Numbers) -> Verdict:
-    """Judge: right and smaller."""
+    """Judge whether the gradient is correct on this CPU, and needs less memory."""
     return "true" if numbers["gradient_error"] < EXACT and numbers["memory_ratio"] < 1 else "false"
 
 
 def three_lines(numbers: Numbers) -> Verdict:
-    """Judge: three lines, and nothing wrong with them."""
+    """Judge whether at most three lines change, and whether the checker finds mistakes in them."""
     if numbers["changed_lines"] > 3:
         return "false"
     return "only_if" if numbers["findings"] else "true"
 
 
 def n_times_longer(numbers: Numbers) -> Verdict:
-    """Judge: close to N times, against the same samples or against one micro-batch."""
+    """Judge whether a step takes about N times as long as the same samples in one pass, or as one micro-batch."""
     if numbers["ratio_to_same_samples"] > 0.75 * numbers["accumulation_steps"]:
         return "true"
     return "only_if" if numbers["ratio_to_one_micro_batch"] > 0.5 * numbers["accumulation_steps"] else "false"
 
 
 def small_micro_batches(numbers: Numbers) -> Verdict:
-    """Judge: a fifth slower, at 16 or only at 1."""
+    """Judge whether micro-batches of 16 samples, or only single samples, are at least a fifth slower than one pass."""
     if numbers["ratio_1"] < 1.2:
         return "false"
     return "true" if numbers["ratio_16"] > 1.2 else "only_if"
 
 
 def larger_is_faster(numbers: Numbers) -> Verdict:
-    """Judge: gains that persist, or that vanish."""
+    """Judge whether larger micro-batches are faster at all sizes, or only at small ones."""
     gains = list(numbers.values())
     if gains[0] < 1.1:
         return "false"
@@ -55,89 +55,89 @@ def larger_is_faster(numbers: Numbers) -> Verdict:
 
 
 def batch_norm(numbers: Numbers) -> Verdict:
-    """Judge: wrong with BatchNorm and right with GroupNorm."""
+    """Judge whether the gradient is wrong with BatchNorm and correct with GroupNorm."""
     if numbers["gradient_error"] < WRONG:
         return "false"
     return "true" if numbers["group_norm_error"] < EXACT else "only_if"
 
 
 def sync_batch_norm(numbers: Numbers) -> Verdict:
-    """Judge: right on one rank, or only with nothing to accumulate."""
+    """Judge whether the gradient is correct on one rank, or only without accumulation."""
     if numbers["sync_error"] < EXACT:
         return "true"
     return "only_if" if numbers["sync_error_4_ranks"] < EXACT else "false"
 
 
 def stale(numbers: Numbers) -> Verdict:
-    """Judge: parameters move, or the gradient is wrong."""
+    """Judge whether parameters change within a window, or the gradient is wrong."""
     return "true" if numbers["moved"] > 0 or numbers["gradient_error"] > WRONG else "false"
 
 
 def not_free(numbers: Numbers) -> Verdict:
-    """Judge: a higher peak, and one copy in the forward."""
+    """Judge whether the peak is higher, by a copy of all gradients that is in memory during a forward."""
     if numbers["extra_at_peak"] <= 0:
         return "false"
     return "true" if numbers["extra_in_forward"] >= numbers["weight_bytes"] else "only_if"
 
 
 def divide_by_n(numbers: Numbers) -> Verdict:
-    """Judge: right for equal micro-batches, or for all."""
+    """Judge whether dividing by N is correct for all micro-batches, or only for equal ones."""
     if numbers["even_error"] > EXACT:
         return "false"
     return "only_if" if max(numbers["uneven_error"], numbers["token_error"]) > WRONG else "true"
 
 
 def forgetting(numbers: Numbers) -> Verdict:
-    """Judge: no better than chance, with both optimizers or with one."""
+    """Judge whether the final loss is no better than random guessing, with both optimizers or with one."""
     crashes = [numbers[f"{name}_no_division"] >= 0.95 * numbers["chance"] for name in ("sgd", "adam")]
     return "true" if all(crashes) else "only_if" if any(crashes) else "false"
 
 
 def no_average(numbers: Numbers) -> Verdict:
-    """Judge: the sum over ranks is the gradient."""
+    """Judge whether the sum over ranks is the gradient of all samples."""
     return "true" if numbers["sum_error"] < EXACT else "false"
 
 
 def sampler_overlap(numbers: Numbers) -> Verdict:
-    """Judge: never a sample twice, or only where ranks divide the data."""
+    """Judge whether no sample is repeated, at all numbers of ranks or only if they divide the number of samples."""
     if not any(numbers[f"twice_on_{ranks}"] for ranks in (2, 4, 8)):
         return "true"
     return "only_if" if numbers["twice_if_divisible"] == 0 else "false"
 
 
 def ddp_memory(numbers: Numbers) -> Verdict:
-    """Judge: four ranks at least halve the memory of each."""
+    """Judge whether each of four ranks needs less than half of the memory of one device."""
     return "true" if numbers["ddp_ratio"] < 0.5 else "false"
 
 
 def data_parallel(numbers: Numbers) -> Verdict:
-    """Judge: fewer lines, and hardly slower."""
+    """Judge whether DataParallel changes no more lines than DDP, in about the same time and memory."""
     if numbers["lines"] > numbers["lines_ddp"]:
         return "false"
     return "true" if numbers["time_ratio"] < 1.1 and numbers["memory_ratio"] < 1.1 else "only_if"
 
 
 def all_reduce_saves(numbers: Numbers) -> Verdict:
-    """Judge whether it is faster than through one rank, and whether a step hides it."""
+    """Judge whether all-reduce is faster than a sum on one rank, and whether computation hides it."""
     if numbers["through_one_ratio"] < 1.2:
         return "false"
     return "true" if numbers["exposed"] < 5 else "only_if"
 
 
 def linear_to_eight(numbers: Numbers) -> Verdict:
-    """Judge: nine tenths of eight times everywhere, or somewhere."""
+    """Judge whether the efficiency of eight devices is at least 90% on all networks, or on some."""
     linear = [value >= 90 for value in numbers.values()]
     return "true" if all(linear) else "only_if" if any(linear) else "false"
 
 
 def usual_buckets(numbers: Numbers) -> Verdict:
-    """Judge: within 2% of the best everywhere, or within 10%."""
+    """Judge whether one of the usual bucket sizes is always within 2% of the best size, or within 10%."""
     worst = min(numbers["most_lost_at_25"], numbers["most_lost_at_50"])
     return "true" if worst < 2 else "only_if" if worst < 10 else "false"
 
 
 def larger_batch(numbers: Numbers) -> Verdict:
-    """Judge: no more samples than the smallest batch needs, or at least fewer steps."""
+    """Judge whether larger batches need no more samples than the smallest batch, or only fewer steps."""
     sizes = (64, 256)
     if any(numbers[f"steps_{size}"] >= numbers["steps_16"] for size in sizes):
         return "false"
@@ -145,7 +145,7 @@ def larger_batch(numbers: Numbers) -> Verdict:
 
 
 def one_rule(numbers: Numbers) -> Verdict:
-    """Judge: a rule of batch sizes within a quarter of the best loss everywhere, or only one that uses the noise."""
+    """Judge whether a rule without gradient noise is always within 1.25 times the best loss, or only "gain" is."""
     worst = {rule: max(value for name, value in numbers.items() if name.startswith(rule)) for rule in RULES}
     if min(worst[rule] for rule in RULES if rule != "gain") <= 1.25:
         return "true"
@@ -153,14 +153,14 @@ def one_rule(numbers: Numbers) -> Verdict:
 
 
 def less_noise(numbers: Numbers) -> Verdict:
-    """Judge: less noise, and a lower loss after the same samples, or only after the same steps."""
+    """Judge whether noise falls as expected, and the loss is lower after the same samples, or only the same steps."""
     if numbers["noise_ratio"] > 1.25 or numbers["loss_same_steps"] >= numbers["loss_small"]:
         return "false"
     return "true" if numbers["loss_same_samples"] < numbers["loss_small"] else "only_if"
 
 
 def sharp(numbers: Numbers) -> Verdict:
-    """Judge: a quarter sharper at any rate, or only at an unscaled rate."""
+    """Judge whether minima of large batches are sharper at every learning rate, or only at the unscaled one."""
     sharper = {
         name: numbers[f"eigenvalue_{name}"] > 1.25 * numbers["eigenvalue_base"]
         for name in ("same_rate", "scaled_rate", "scaled_rate_same_steps")
@@ -171,7 +171,7 @@ def sharp(numbers: Numbers) -> Verdict:
 
 
 def shards_travel(numbers: Numbers) -> Verdict:
-    """Judge: eight micro-batches gather the same bytes as one, in any order or only in one."""
+    """Judge whether eight micro-batches gather about the same bytes as one, in any order or only layer by layer."""
     if numbers["by_micro_batch"] < 1.1:
         return "true"
     return "only_if" if numbers["by_layer"] < 1.1 else "false"

@@ -11,10 +11,10 @@ _DESCRIPTION = (
 )
 
 
-def run(words: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Run the demonstration; return the exit status."""
-    Parser("demo", _DESCRIPTION).parse(words)
+    Parser("demo", _DESCRIPTION).parse(arguments)
     let_threads_sleep()
-    from anybatch_guide.demo.run import demonstrate  # noqa: PLC0415 (imports torch)
+    from anybatch_guide.demo.run import demonstrate  # noqa: PLC0415 (a slow import that --help does not need)
 
     return int(demonstrate())

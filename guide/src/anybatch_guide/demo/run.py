@@ -1,4 +1,4 @@
-"""The demonstration; all of its output is measured."""
+"""The demonstration of `anybatch demo`; every number that it prints is measured."""
 
 import difflib
 import inspect
@@ -33,20 +33,20 @@ def demonstrate(write: Write = sys.stdout.write) -> int:
         f"{BATCH_SIZE} samples per step.\nMemory budget: {in_bytes(BUDGET_BYTES)}, enforced by counting.\n\n"
     )
     write("1. A usual training loop\n\n")
-    died = _run_plain(write)
+    ran_out_of_memory = _run_plain(write)
     write("\n2. The same loop with three changed lines\n\n")
     write("".join(f"   {line}\n" for line in changed_lines()))
     write("\n")
-    finished = _run_changed(write)
+    completed = _run_changed(write)
     write("\n3. The gradient against the one of the unsplit batch\n\n")
-    exact = _compare(write)
-    return 0 if died and finished and exact else 1
+    is_exact = _compare(write)
+    return 0 if ran_out_of_memory and completed and is_exact else 1
 
 
 def changed_lines() -> list[str]:
     """Return the difference between the two loops, as a diff of the functions that run."""
     before, after = (inspect.getsource(module.train).splitlines() for module in (plain, three_lines))
-    # Without the three header lines of a diff.
+    # Skip the three header lines of a diff.
     lines = itertools.islice(difflib.unified_diff(before, after, n=1, lineterm=""), 3, None)
     return [line for line in lines if not line.startswith("@@")]
 
@@ -67,23 +67,23 @@ def _run_plain(write: Write) -> bool:
 def _run_changed(write: Write) -> bool:
     """Return whether all steps were made within the budget."""
     model, optimizer = _fresh()
-    told = _step_printer(write)
+    printer = _step_printer(write)
     with memory_budget(BUDGET_BYTES, model) as budget:
-        three_lines.train(model, optimizer, loss, _batches(), told)
+        three_lines.train(model, optimizer, loss, _batches(), printer)
     write(f"   Peak memory: {in_bytes(budget.peak_bytes, BUDGET_BYTES)}.\n")
-    return told.num_steps == NUM_STEPS
+    return printer.num_steps == NUM_STEPS
 
 
 def _compare(write: Write) -> bool:
-    """Return whether the accumulated gradient equals the one of the whole batch, in float64 and without the budget."""
+    """Return whether the accumulated gradient equals the whole batch's, in float64 and without a memory budget."""
     model = _fresh_model().double()
     batch = next(iter(_batches()))
     loss(model, batch).backward()
-    whole = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    expected = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
     engine = ab.Engine(
         model, torch.optim.SGD(model.parameters(), lr=0.1), ab.mean_over_samples(loss), micro_batch_size=16
     )
-    error = relative_error(engine.gradients(batch), whole)
+    error = relative_error(engine.gradients(batch), expected)
     write(f"   Relative error of the accumulated gradient, in float64: {error:.1e}.\n")
     return error < 1e-12  # noqa: PLR2004 (the first of the five promises)
 

@@ -1,1 +1,1 @@
-"""Experiments for the figures of the page: each a function, recorded or run live from the page."""
+"""Experiments for the figures of the page; each is a function that is recorded, or run live from the page."""

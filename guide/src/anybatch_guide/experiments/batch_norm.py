@@ -1,4 +1,4 @@
-"""BatchNorm with accumulation: one effective batch in smaller and smaller micro-batches, with several norm policies."""
+"""BatchNorm with accumulation: one effective batch in several micro-batch sizes, with each BatchNorm policy."""
 
 import copy
 import functools
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.norms import Exact, Ghost
-from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.claims.measuring import relative
+from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
 from anybatch_guide.tasks.shapes import draw_images, network
 from anybatch_guide.tasks.task import LabelledSamples, Norm, cross_entropy
 
@@ -29,7 +30,7 @@ SEEDS: Final = (0, 1, 2)
 LEARNING_RATE: Final = 3e-3
 GROUP_SIZE: Final = 4
 ERROR_STEPS: Final = 10
-"""Steps of the native batch before gradients are compared: weights and running statistics are not the initial ones."""
+"""Number of unsplit steps before gradients are compared, so that running statistics are not the initial ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +53,16 @@ CONFIGS: Final = (
 
 
 def run(emit: Emit) -> Data:
-    """Train every configuration at every micro-batch size from every seed, and compare gradients once in a run."""
+    """Train every configuration with every micro-batch size and seed, and compare gradients after a few steps."""
     results: list[dict[str, Any]] = []
-    of = sum(len(config.sizes) for config in CONFIGS) * len(SEEDS)
+    num_runs = sum(len(config.sizes) for config in CONFIGS) * len(SEEDS)
     done = 0
     for config in CONFIGS:
         for size in config.sizes:
             outcomes = []
             for seed in SEEDS:
                 what = f"{config.name}, micro-batches of {size}"
-                emit({"kind": "guide.progress", "done": done, "of": of, "what": what})
+                emit_progress(emit, done, num_runs, what)
                 outcomes.append(train_and_evaluate(config, size, seed, emit))
                 done += 1
             results.append({"way": config.name, "micro_batch_size": size, **summary(outcomes)})
@@ -112,7 +113,7 @@ def make_step(config: NormConfig, size: int, model: nn.Module) -> Callable[[dict
 
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], size: int) -> float:
-    """Make a step like a loop in plain PyTorch: BatchNorm uses the statistics of each micro-batch."""
+    """Make one optimizer step in plain PyTorch, where BatchNorm uses the statistics of each micro-batch."""
     model.train()
     optimizer.zero_grad()
     total = 0.0
@@ -126,7 +127,7 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[s
 
 @functools.cache
 def train_and_held_out_images() -> tuple[LabelledSamples, LabelledSamples]:
-    """Return training images for all steps, so that none is used twice, and held-out images."""
+    """Return enough training images for all steps, so that no image is repeated, and held-out images."""
     num_seen = NUM_STEPS * EFFECTIVE_BATCH_SIZE
     images, labels = draw_images(num_seen + NUM_HELD_OUT, seed=0)
     return LabelledSamples(images[:num_seen], labels[:num_seen]), LabelledSamples(images[num_seen:], labels[num_seen:])
@@ -136,8 +137,8 @@ def batches(samples: LabelledSamples, seed: int, num_steps: int) -> Iterator[dic
     """Yield effective batches in an order that depends on the seed alone."""
     random = torch.Generator().manual_seed(seed)
     ids = torch.randperm(len(samples), generator=random)[: num_steps * EFFECTIVE_BATCH_SIZE]
-    for some in ids.split(EFFECTIVE_BATCH_SIZE):
-        yield {"inputs": samples.inputs[some], "targets": samples.targets[some]}
+    for batch_ids in ids.split(EFFECTIVE_BATCH_SIZE):
+        yield {"inputs": samples.inputs[batch_ids], "targets": samples.targets[batch_ids]}
 
 
 @torch.no_grad()
@@ -163,11 +164,11 @@ def _evaluate(prefix: str, model: nn.Module, samples: LabelledSamples) -> dict[s
 
 
 def gradient_errors() -> list[dict[str, Any]]:
-    """Return the relative error of each configuration's gradient in float64, in the middle of a run."""
+    """Return the relative error of each configuration's gradient in float64, after `ERROR_STEPS` steps."""
     return [
         {"way": config.name, "micro_batch_size": size, "relative_error": gradient_error(config, size)}
         for config in CONFIGS
-        if config.name != "ghost"  # normalizes groups by definition, so it has no whole-batch reference
+        if config.name != "ghost"  # it normalizes groups by definition, so no whole-batch gradient is its reference
         for size in (ERROR_SIZES if config.sizes == SIZES else config.sizes)
     ]
 
@@ -186,7 +187,7 @@ def gradient_error(config: NormConfig, size: int) -> float:
         plain_step(model, optimizer, batch, EFFECTIVE_BATCH_SIZE)
     expected = gradient_of_step(NormConfig(name="", norm=config.norm, policy=None), EFFECTIVE_BATCH_SIZE, model, last)
     gradient = gradient_of_step(config, size, model, last)
-    return float((gradient - expected).norm() / expected.norm())
+    return relative(gradient, expected)
 
 
 def gradient_of_step(

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.testing import relative_error
-from anybatch_guide.claims.measuring import BatchCut, emit_progress, step_memory, step_seconds
-from anybatch_guide.experiment import Data, Emit, Experiment
-from anybatch_guide.experiments.noise_scale import drawn
+from anybatch_guide.claims.measuring import BatchCut, step_memory, step_seconds
+from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
+from anybatch_guide.experiments.noise_scale import draw
 from anybatch_guide.study import BETAS, Batch, StudyRun, task_of, trained
 
 SMALL, STEPS, DRAWS, ROUNDS = 16, 8, 60, 15
@@ -22,15 +22,15 @@ Gradients = dict[str, Tensor]
 
 
 def run(emit: Emit) -> Data:
-    """Compare the three at the parameters of a short run."""
+    """Compare the three kinds of batches, with the parameters after a short run."""
     task = task_of(RUN.task)
     layers, errors = variances(DRAWS, emit)
-    ways = {"small": BatchCut(SMALL, 1), "accumulated": BatchCut(SMALL, STEPS), "native": BatchCut(LARGE, 1)}
-    times = step_seconds(task, tuple(ways.values()), emit, rounds=ROUNDS)
+    cuts = {"small": BatchCut(SMALL, 1), "accumulated": BatchCut(SMALL, STEPS), "native": BatchCut(LARGE, 1)}
+    times = step_seconds(task, tuple(cuts.values()), emit, rounds=ROUNDS)
     rows = []
-    for name, cut in ways.items():
+    for name, cut in cuts.items():
         samples = cut.size * cut.number
-        held = step_memory(task, micro_batch_size=cut.size, effective_batch_size=samples)
+        memory = step_memory(task, micro_batch_size=cut.size, effective_batch_size=samples)
         seconds = [duration / samples for duration in times[cut]]
         rows.append(
             {
@@ -38,8 +38,8 @@ def run(emit: Emit) -> Data:
                 "samples_per_step": samples,
                 "micro_batch_size": cut.size,
                 "accumulation_steps": cut.number,
-                "peak_bytes": sum(held["peak"].values()),
-                "peak": dict(held["peak"]),
+                "peak_bytes": sum(memory["peak"].values()),
+                "peak": dict(memory["peak"]),
                 "variance": layers[name]["all parameters"],
                 "variance_by_layer": layers[name],
                 "seconds_per_sample": statistics.median(seconds),
@@ -57,33 +57,33 @@ def run(emit: Emit) -> Data:
 
 
 def variances(draws: int, emit: Emit) -> tuple[dict[str, dict[str, float]], list[float]]:
-    """Return each way's mean squared distance to the gradient of all samples, by layer, in float64.
+    """Return the gradient variance of each kind of batch by layer, and the relative errors of accumulated gradients.
 
-    Also return the relative errors of accumulated gradients. Batches are drawn with replacement, and are
-    the same for all ways: a small batch is a part of a large one.
+    The variance is the mean squared distance to the gradient of all samples, in float64. Samples are drawn with
+    replacement; all kinds use the same ones, because a small batch is a part of a large one.
     """
     rows, model = task_of(RUN.task).rows, copy.deepcopy(trained(RUN)[0]).double()
-    all_samples = _doubled({"inputs": rows.inputs, "targets": rows.targets})
-    (truth,) = _gradients(model, [all_samples], len(rows))
+    all_samples = _in_float64({"inputs": rows.inputs, "targets": rows.targets})
+    (expected,) = _gradients(model, [all_samples], len(rows))
     generator = torch.Generator().manual_seed(RUN.seed)
     sums = {name: dict[str, float]() for name in ("small", "accumulated", "native")}
     errors = []
     for done in range(draws):
         emit_progress(emit, done, draws, "gradients of batches")
-        large = _doubled(drawn(rows, LARGE, generator))
+        large = _in_float64(draw(rows, LARGE, generator))
         parts = [
             {name: value[start : start + SMALL] for name, value in large.items()} for start in range(0, LARGE, SMALL)
         ]
         (accumulated,), (native,) = _gradients(model, [large], SMALL), _gradients(model, [large], LARGE)
         errors.append(relative_error(accumulated, native))
-        for name, some in (
+        for name, gradients in (
             ("small", _gradients(model, parts, SMALL)),
             ("accumulated", [accumulated]),
             ("native", [native]),
         ):
-            for gradient in some:
-                for layer, square in _by_layer({key: gradient[key] - truth[key] for key in truth}).items():
-                    sums[name][layer] = sums[name].get(layer, 0.0) + square / len(some) / draws
+            for gradient in gradients:
+                for layer, square in _by_layer({key: gradient[key] - expected[key] for key in expected}).items():
+                    sums[name][layer] = sums[name].get(layer, 0.0) + square / len(gradients) / draws
     return sums, errors
 
 
@@ -96,12 +96,12 @@ def _gradients(model: nn.Module, batches: list[Batch], micro_batch_size: int) ->
     return [{name: value.clone() for name, value in gradient.items() if value is not None} for gradient in gradients]
 
 
-def _doubled(batch: Batch) -> Batch:
+def _in_float64(batch: Batch) -> Batch:
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
 def _by_layer(difference: Gradients) -> dict[str, float]:
-    """Return the squared norm of all, and of each layer."""
+    """Return the squared norm over all parameters, and over each layer."""
     squares = {"all parameters": 0.0}
     for name, value in difference.items():
         square = float(value.square().sum())
@@ -115,7 +115,7 @@ EXPERIMENT = Experiment(
     question="How do a small batch, an accumulated large one and an unsplit large one differ?",
     run=run,
     seconds=5,
-    # Trained in float32, and errors in float64 are rounding.
+    # The model is trained in float32, whose rounding differs between processors.
     tolerance=1e-2,
     noisy=("seconds_per_sample", "quartiles", "worst_gradient_error"),
 )

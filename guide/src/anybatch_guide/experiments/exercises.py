@@ -3,9 +3,9 @@
 import torch
 
 from anybatch_guide.claims.equality import error_of
-from anybatch_guide.claims.measuring import emit_progress, step_memory
+from anybatch_guide.claims.measuring import step_memory
 from anybatch_guide.exercises.exercise import EXERCISES, described
-from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
 from anybatch_guide.tasks.task import load
 
 
@@ -13,7 +13,7 @@ def check_loops(emit: Emit) -> Data:
     """Run `anybatch check --loop` on each loop with a bug."""
     loops = []
     for done, exercise in enumerate(EXERCISES):
-        emit({"kind": "guide.progress", "done": done, "of": len(EXERCISES), "what": exercise.module})
+        emit_progress(emit, done, len(EXERCISES), exercise.module)
         loops.append(described(exercise))
     return {"loops": loops}
 

@@ -1,4 +1,4 @@
-"""Forecasts of steps on more ranks, for some networks, strategies and numbers of micro-batches."""
+"""Forecasts of step times on up to 1,024 ranks, by link, strategy and number of micro-batches."""
 
 from typing import Any
 
@@ -6,24 +6,24 @@ from anybatch.core.collectives import parse_link
 from anybatch.core.geometry import SecondsFit
 from anybatch.planner.forecast import forecast
 from anybatch.planner.forecast_report import Cluster, StrategyName, Workload
-from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
 
 LINKS = ("1Gbit,1ms", "10Gbit,50us", "100Gbit,10us", "400Gbit,5us")
-INNER, PER_HOST = "150GB/s,2us", 8
+INNER_LINK, PER_HOST = "150GB/s,2us", 8
 STRATEGIES: tuple[StrategyName, ...] = ("all_reduce", "zero1", "fsdp")
-STEPS, MOST = (1, 4, 16), 1024
+STEPS, MAX_RANKS = (1, 4, 16), 1024
 SAMPLE_SECONDS, FIXED_SECONDS, UPDATE_SECONDS = 0.0028, 0.004, 0.003
-"""ResNet-50 at 224 x 224 in mixed precision on a GPU of 2017: about 360 images per second."""
-GRADIENT_BYTES, MICRO, EFFECTIVE = 102_000_000, 32, 8192
+"""Seconds of ResNet-50 at 224 x 224 in mixed precision on a GPU of 2017 (about 360 images per second)."""
+GRADIENT_BYTES, MICRO_BATCH_SIZE, EFFECTIVE_BATCH_SIZE = 102_000_000, 32, 8192
 
 
 def workload(
-    *, steps: int | None = None, effective: int | None = EFFECTIVE, gradient: int = GRADIENT_BYTES
+    *, steps: int | None = None, effective: int | None = EFFECTIVE_BATCH_SIZE, gradient: int = GRADIENT_BYTES
 ) -> Workload:
-    """Return the workload: an effective batch, or a number of micro-batches on every rank."""
+    """Return the workload of ResNet-50 for an effective batch size, or for `steps` micro-batches on every rank."""
     return Workload(
         micro_batch=SecondsFit(FIXED_SECONDS, SAMPLE_SECONDS),
-        micro_batch_size=MICRO,
+        micro_batch_size=MICRO_BATCH_SIZE,
         gradient_bytes=gradient,
         effective_batch_size=effective,
         accumulation_steps=steps,
@@ -33,25 +33,25 @@ def workload(
 
 
 def cluster(link: str, devices_per_host: int = PER_HOST) -> Cluster:
-    """Return hosts of devices, with a link each."""
-    inner = parse_link(INNER) if devices_per_host > 1 else None
+    """Return a cluster of hosts that are connected by `link`."""
+    inner = parse_link(INNER_LINK) if devices_per_host > 1 else None
     return Cluster(link=parse_link(link), inner_link=inner, devices_per_host=devices_per_host)
 
 
 def run(emit: Emit) -> Data:
-    """Forecast every network with every strategy, at one effective batch; and weak scaling by micro-batches."""
+    """Forecast strong scaling of every strategy, and weak scaling by number of micro-batches, on every link."""
     forecasts: list[dict[str, Any]] = []
     for done, link in enumerate(LINKS):
-        emit({"kind": "guide.progress", "done": done, "of": len(LINKS), "what": link})
+        emit_progress(emit, done, len(LINKS), link)
         for strategy in STRATEGIES:
-            report = forecast(workload(), cluster(link), world_size=MOST, strategy=strategy)
+            report = forecast(workload(), cluster(link), world_size=MAX_RANKS, strategy=strategy)
             forecasts.append({"link": link, "strategy": strategy, "scaling": "strong", **report.as_json()})
         for steps in STEPS:
-            report = forecast(workload(steps=steps, effective=None), cluster(link), world_size=MOST)
+            report = forecast(workload(steps=steps, effective=None), cluster(link), world_size=MAX_RANKS)
             forecasts.append(
                 {"link": link, "strategy": "all_reduce", "scaling": "weak", "steps": steps, **report.as_json()}
             )
-    return {"inner_link": INNER, "devices_per_host": PER_HOST, "forecasts": forecasts}
+    return {"inner_link": INNER_LINK, "devices_per_host": PER_HOST, "forecasts": forecasts}
 
 
 EXPERIMENT = Experiment(

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import anybatch as ab
 from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record
 from anybatch.events.jsonl import JsonLine, read_jsonl
-from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.claims.measuring import flat_gradients
+from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
+from anybatch_guide.lines import significant
 from anybatch_guide.listings.full_loop import make_model, measured, train, ways
 
 NUM_WARM_UP = 2
@@ -28,7 +29,7 @@ def run(emit: Emit) -> Data:
     """Return the log of a run, the gradients of a second run with the same losses, and the times of steps."""
 
     def emit_rounds(done: int) -> None:
-        emit({"kind": "guide.progress", "done": done, "of": ROUNDS, "what": "rounds"})
+        emit_progress(emit, done, ROUNDS, "rounds")
 
     emit_rounds(0)
     with tempfile.TemporaryDirectory(prefix="anybatch-guide-") as folder:
@@ -40,6 +41,10 @@ def run(emit: Emit) -> Data:
     train(NUM_WARM_UP + NUM_SHOWN, snapshots, snapshots.model)
     shown = [line for line in lines if line.get("step", -1) >= NUM_WARM_UP]
     seconds = measured(ways(), ROUNDS, lambda: emit_rounds(1))
+    ratios = {
+        name: [value / other for value, other in zip(values, seconds[REFERENCE], strict=True)]
+        for name, values in seconds.items()
+    }
     return {
         "geometry": lines[0]["geometry"],
         "num_parameters": lines[0]["num_parameters"],
@@ -48,7 +53,7 @@ def run(emit: Emit) -> Data:
         "log": log_columns(shown),
         "strips": quantized_snapshots(snapshots.rows),
         "seconds_per_step": {name: quartiles(values) for name, values in seconds.items()},
-        "times_native": {name: quartiles(ratios(values, seconds[REFERENCE])) for name, values in seconds.items()},
+        "times_native": {name: quartiles(values) for name, values in ratios.items()},
     }
 
 
@@ -70,16 +75,10 @@ class GradientSnapshots:
             self._copy_gradient(record.step, record.name, None)
 
     def _copy_gradient(self, step: int, name: str, position: int | None) -> None:
-        gradient = flat_gradient(self.model)
+        gradient = flat_gradients(self.model)
         if step >= NUM_WARM_UP:
             elements = gradient[torch.linspace(0, len(gradient) - 1, 64).long()]
             self.rows.append((step, name, position, elements.tolist()))
-
-
-def flat_gradient(model: torch.nn.Module) -> Tensor:
-    """Return the gradients of all parameters as one vector; zeros for a parameter without a gradient."""
-    parameters = list(model.parameters())
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad.detach()).flatten() for p in parameters])
 
 
 def quantized_snapshots(rows: Sequence[tuple[int, str, int | None, list[float]]]) -> dict[str, Any]:
@@ -89,7 +88,7 @@ def quantized_snapshots(rows: Sequence[tuple[int, str, int | None, list[float]]]
         {"step": step, "after": name, "position": position, "cells": [round(1000 * x / largest) for x in row]}
         for step, name, position, row in rows
     ]
-    return {"largest": float(f"{largest:.4g}"), "rows": snapshots}
+    return {"largest": significant(largest, 4), "rows": snapshots}
 
 
 def log_columns(lines: Sequence[JsonLine]) -> dict[str, Any]:
@@ -120,15 +119,10 @@ def numbers_of(line: JsonLine) -> dict[str, Any]:
     return {}
 
 
-def ratios(values: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """Return each step's time divided by the reference time of the same round."""
-    return [value / other for value, other in zip(values, reference, strict=True)]
-
-
 def quartiles(values: Sequence[float]) -> Mapping[str, float]:
     """Return the median and both quartiles, with four significant digits."""
     low, middle, high = statistics.quantiles(values, n=4)
-    return {name: float(f"{x:.4g}") for name, x in (("median", middle), ("low", low), ("high", high))}
+    return {name: significant(x, 4) for name, x in (("median", middle), ("low", low), ("high", high))}
 
 
 EXPERIMENT = Experiment(

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.func import functional_call
 
 from anybatch.testing import RankPool
-from anybatch_guide.claims.measuring import emit_progress, flat_gradients, relative
-from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.claims.measuring import flat_gradients, relative
+from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
 from anybatch_guide.experiments.rank_memory import NUM_BLOCKS, WIDTH, loss, network
 
 NUM_RANKS, SHARE, MICRO_BATCHES = 2, 64, (1, 2, 4, 8)
-"""Ranks, samples per rank, and numbers of micro-batches."""
+"""Number of ranks, samples per rank, and numbers of micro-batches."""
 Order = Literal["micro_batches", "layers"]
 Visit = tuple[Literal["forward", "backward"], int, int]
 """The work of one block on one micro-batch: phase, block, micro-batch."""
@@ -25,12 +25,12 @@ def run(emit: Emit) -> Data:
     """Run one step in each order, for each number of micro-batches, on two ranks."""
     emit_progress(emit, 0, 1, f"{NUM_RANKS} ranks")
     with RankPool(NUM_RANKS) as pool:
-        steps = pool.run(on_a_rank, MICRO_BATCHES)[0]
+        steps = pool.run(measure_orders, MICRO_BATCHES)[0]
     return {"num_ranks": NUM_RANKS, "blocks": NUM_BLOCKS, "steps": steps}
 
 
 def visits(order: Order, num_micro_batches: int) -> Iterator[Visit]:
-    """Yield the blocks of a step in execution order."""
+    """Yield the visits of a step in execution order."""
     up, down = range(NUM_BLOCKS), range(NUM_BLOCKS)[::-1]
     if order == "micro_batches":
         for number in range(num_micro_batches):
@@ -43,50 +43,50 @@ def visits(order: Order, num_micro_batches: int) -> Iterator[Visit]:
 
 @dataclass(slots=True)
 class Shards:
-    """A sharded network that gathers one block at a time, with its communication and memory."""
+    """A sharded network that gathers one block at a time, and counts bytes of communication and memory."""
 
-    whole: torch.nn.Sequential
+    full_model: torch.nn.Sequential
     shards: list[Tensor] = field(init=False)
     gathered_bytes: int = 0  # bytes of gathered weights
     reduced_bytes: int = 0  # bytes of gradients that one rank reduces
     kept_bytes: int = 0  # peak bytes of outputs between blocks
     waiting_bytes: int = 0  # peak bytes of full, unreduced gradients
-    # block, micro-batch, and whether the block was gathered for it
+    # phase, block, micro-batch, and whether the block was gathered for this visit
     visits: list[tuple[str, int, int, bool]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.shards = [torch.cat([p.detach().flatten() for p in block.parameters()]) for block in self.whole]
+        self.shards = [torch.cat([p.detach().flatten() for p in block.parameters()]) for block in self.full_model]
         self.shards = [flat.chunk(dist.get_world_size())[dist.get_rank()].clone() for flat in self.shards]
 
     def step(self, order: Order, samples: Tensor, num_micro_batches: int) -> list[Tensor]:
         """Return this rank's shard of the gradient of the mean over the samples of all ranks, block by block."""
         outputs = list(samples.chunk(num_micro_batches))
         number_of_outputs = samples.numel() * dist.get_world_size()
-        todo = list(visits(order, num_micro_batches))
-        last = {block: at for at, (phase, block, _) in enumerate(todo) if phase == "backward"}
+        order_of_visits = list(visits(order, num_micro_batches))
+        last = {block: index for index, (phase, block, _) in enumerate(order_of_visits) if phase == "backward"}
         inputs: dict[tuple[int, int], Tensor] = {}
         waiting: dict[int, Tensor] = {}
         reduced: dict[int, Tensor] = {}
-        held, weights = -1, torch.empty(0)
-        for at, (phase, block, number) in enumerate(todo):
-            self.visits.append((phase, block, number, block != held))
-            if block != held:
-                held, weights = block, self._gather(block)
+        gathered_block, weights = -1, torch.empty(0)
+        for index, (phase, block, number) in enumerate(order_of_visits):
+            self.visits.append((phase, block, number, block != gathered_block))
+            if block != gathered_block:
+                gathered_block, weights = block, self._gather(block)
             if phase == "forward":
                 inputs[block, number] = outputs[number]
                 with torch.no_grad():
                     outputs[number] = self._forward(block, weights, outputs[number])
                 self.kept_bytes = max(self.kept_bytes, _num_bytes([*inputs.values()]))
                 if block == NUM_BLOCKS - 1:
-                    # From here on: the gradient of the mean square with respect to the output of the block above.
+                    # From here on, `outputs` has gradients of the loss (the mean square) instead of outputs.
                     outputs[number] = 2 * outputs[number] / number_of_outputs
                 continue
-            given = inputs.pop((block, number)).requires_grad_()
-            made = self._forward(block, weights, given)
-            gradient, outputs[number] = torch.autograd.grad(made, (weights, given), outputs[number])
+            block_inputs = inputs.pop((block, number)).requires_grad_()
+            output = self._forward(block, weights, block_inputs)
+            gradient, outputs[number] = torch.autograd.grad(output, (weights, block_inputs), outputs[number])
             waiting[block] = waiting[block] + gradient if block in waiting else gradient
             self.waiting_bytes = max(self.waiting_bytes, _num_bytes([*waiting.values()]))
-            if at == last[block]:
+            if index == last[block]:
                 reduced[block] = self._reduce(block, waiting.pop(block))
         return [reduced[block] for block in range(NUM_BLOCKS)]
 
@@ -103,15 +103,15 @@ class Shards:
         return shard
 
     def _forward(self, block: int, weights: Tensor, inputs: Tensor) -> Tensor:
-        named = dict(self.whole[block].named_parameters())
-        parts = weights.split([p.numel() for p in named.values()])
-        views = {name: part.view_as(p) for (name, p), part in zip(named.items(), parts, strict=True)}
-        made: Tensor = functional_call(self.whole[block], views, (inputs,))
-        return made
+        parameters = dict(self.full_model[block].named_parameters())
+        parts = weights.split([p.numel() for p in parameters.values()])
+        views = {name: part.view_as(p) for (name, p), part in zip(parameters.items(), parts, strict=True)}
+        output: Tensor = functional_call(self.full_model[block], views, (inputs,))
+        return output
 
 
-def on_a_rank(cuts: Sequence[int]) -> list[dict[str, Any]]:
-    """Run on every rank: return communication, memory and gradient error of each step."""
+def measure_orders(cuts: Sequence[int]) -> list[dict[str, Any]]:
+    """Return communication, memory and gradient error of a step in each order and split. Runs on every rank."""
     samples = torch.randn(NUM_RANKS * SHARE, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     model = network().double()
     loss(model, samples).backward()

@@ -1,4 +1,4 @@
-"""One batch of sentences, split in order of arrival, sorted, and by length, with caps on the tokens per micro-batch."""
+"""One batch of sentences, split in data order, sorted by length, and by a token budget, with several caps on tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ import anybatch as ab
 from anybatch.core.token_budget import TokenBudget
 from anybatch.data import Padded
 from anybatch_guide.claims.measuring import new_model, relative, weighted_gradient
-from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
 from anybatch_guide.tasks.task import IGNORED, PlaygroundTask, cross_entropy, load
 
 SENTENCES, FIXED_TOKENS = 32, 16.0
@@ -22,15 +22,15 @@ Row = dict[str, Tensor]
 def run(emit: Emit) -> Data:
     """Run the batch with each split in the engine, and compare its gradients with the unsplit batch."""
     task = load("text")
-    rows = [_own_length(task, number) for number in range(SENTENCES)]
+    rows = [_unpadded(task, number) for number in range(SENTENCES)]
     lengths = [len(row["inputs"]) for row in rows]
     in_order = sorted(range(SENTENCES), key=lengths.__getitem__)
     model = new_model(task).double()
     expected = weighted_gradient(model, [(task.rows.inputs[:SENTENCES], task.rows.targets[:SENTENCES])], [1.0])
     results = []
     for done, cap in enumerate(CAPS):
-        emit({"kind": "guide.progress", "done": done, "of": len(CAPS), "what": f"{cap} tokens per micro-batch"})
-        # The number of samples that fits for any lengths.
+        emit_progress(emit, done, len(CAPS), f"{cap} tokens per micro-batch")
+        # As many samples as fit if all of them have the maximum length.
         size = max(1, min(SENTENCES, cap // max(lengths)))
         ways: dict[str, tuple[Sequence[int], int | TokenBudget]] = {
             "arrival": (range(SENTENCES), size),
@@ -38,12 +38,12 @@ def run(emit: Emit) -> Data:
             "token_budget": (range(SENTENCES), ab.token_budget(cap, fixed_tokens=FIXED_TOKENS)),
         }
         for name, (order, micro_batch_size) in ways.items():
-            cuts, gradient = _run(task, [rows[place] for place in order], micro_batch_size)
+            cuts, gradient = _run(task, [rows[index] for index in order], micro_batch_size)
             results.append({"cap": cap, "way": name, "cuts": cuts, "gradient_error": relative(gradient, expected)})
     return {"lengths": lengths, "caps": list(CAPS), "fixed_tokens": FIXED_TOKENS, "ways": results}
 
 
-def _own_length(task: PlaygroundTask, number: int) -> Row:
+def _unpadded(task: PlaygroundTask, number: int) -> Row:
     """Return a sentence without padding."""
     targets = task.rows.targets[number]
     length = int((targets != IGNORED).sum())
@@ -51,7 +51,7 @@ def _own_length(task: PlaygroundTask, number: int) -> Row:
 
 
 def _run(task: PlaygroundTask, rows: list[Row], micro_batch_size: int | TokenBudget) -> tuple[list[list[int]], Tensor]:
-    """Return the lengths in each micro-batch of the engine, and the resulting gradient."""
+    """Return the sentence lengths in each micro-batch of the engine, and the gradient of the batch."""
     padded = Padded(padding={"targets": IGNORED}, mask=None, shift=False)
     cuts: list[list[int]] = []
 

@@ -1,4 +1,4 @@
-"""The derivation in numbers: gradients of parts added up with correct and wrong factors, in three formats."""
+"""The derivation in numbers: sums of micro-batch gradients with correct and wrong factors, in three number formats."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
 
 NUM_SAMPLES: Final = 64
 CUTS: Final[Mapping[str, tuple[int, ...]]] = MappingProxyType(
@@ -33,7 +33,7 @@ def run(emit: Emit) -> Data:
     rows: list[dict[str, Any]] = []
     for loss in ("samples", "tokens"):
         for done, cut in enumerate(CUTS):
-            emit({"kind": "guide.progress", "done": done, "of": len(CUTS), "what": f"{loss}, {cut}"})
+            emit_progress(emit, done, len(CUTS), f"{loss}, {cut}")
             rows += [
                 {"loss": loss, "cut": cut, "factor": factor, "format": name, **compared(loss, cut, factor, dtype)}
                 for factor in FACTORS
@@ -69,7 +69,7 @@ def gradient(loss: str, cut: Sequence[int], factor: Factor, dtype: torch.dtype) 
     pairs = zip(inputs.to(dtype).split(list(cut)), targets.split(list(cut)), strict=True)
     for number, (some_inputs, some_targets) in enumerate(pairs):
         if counts[number] == 0:
-            continue  # a mean over nothing is NaN, and 0 x NaN is NaN
+            continue  # the mean over no targets is NaN, and 0 x NaN is NaN
         logits = model(some_inputs).flatten(0, -2)
         mean = F.cross_entropy(logits, some_targets.flatten(), ignore_index=-100)
         (mean * factor(counts, number)).backward()
@@ -83,18 +83,18 @@ def counts_of(loss: str, cut: str) -> list[int]:
 
 
 def data(loss: str) -> tuple[Float[Tensor, "sample ..."], Int[Tensor, "sample ..."]]:
-    """Return inputs and targets: one target per sample, or rows of tokens with a masked end."""
+    """Return inputs and targets: one target per sample, or one per token with padding at the end of each row."""
     random = torch.Generator().manual_seed(1)
     if loss == "samples":
         inputs = torch.randn(NUM_SAMPLES, _WIDTH, generator=random, dtype=torch.float64)
         return inputs, torch.randint(0, _CLASSES, (NUM_SAMPLES,), generator=random)
     inputs = torch.randn(NUM_SAMPLES, _TOKENS, _WIDTH, generator=random, dtype=torch.float64)
     targets = torch.randint(0, _CLASSES, (NUM_SAMPLES, _TOKENS), generator=random)
-    return inputs, targets.masked_fill(_beyond_the_end(random), -100)
+    return inputs, targets.masked_fill(_padding_mask(random), -100)
 
 
-def _beyond_the_end(random: torch.Generator) -> Bool[Tensor, "sample token"]:
-    """Return the padding mask of rows sorted by length, as loaders often do."""
+def _padding_mask(random: torch.Generator) -> Bool[Tensor, "sample token"]:
+    """Return the padding mask of rows that are sorted by length, as in many loaders."""
     lengths = torch.randint(1, _TOKENS + 1, (NUM_SAMPLES,), generator=random).sort().values
     return torch.arange(_TOKENS) >= lengths[:, None]
 

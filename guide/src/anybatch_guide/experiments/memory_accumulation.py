@@ -1,9 +1,9 @@
-"""One effective batch in smaller and smaller micro-batches: the memory of a step at each size, in bytes."""
+"""The memory of a step over one effective batch at each micro-batch size, in bytes."""
 
 from typing import Any
 
 from anybatch.memory.trace import ORDER
-from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
 from anybatch_guide.memory.accumulated import AccumulationConfig, all_configs, measure_accumulated
 from anybatch_guide.memory.small import ACCUMULATED
 from anybatch_guide.memory.timelines import downsampled, peak_of
@@ -12,9 +12,9 @@ EFFECTIVE = 64
 MICRO_SIZES = (64, 32, 16, 8, 4, 2, 1)
 """Sizes of a micro-batch; each divides the effective batch."""
 TIMELINE_SIZES = (64, 16, 4)
-"""Micro-batch sizes with a full timeline: here for the first configuration, in `memory_courses` for all."""
+"""Micro-batch sizes with a timeline: of the first configuration in this recording, of all in `memory_courses`."""
 NUM_BUCKETS = 90
-"""Number of equal parts of a timeline; the highest and the lowest moment of each are kept."""
+"""Number of equal parts of a timeline; the highest and the lowest moment of each part are recorded."""
 
 
 def measure_peaks(emit: Emit) -> Data:
@@ -22,14 +22,14 @@ def measure_peaks(emit: Emit) -> Data:
     results = []
     for done, config in enumerate(all_configs()):
         what = f"{config.optimizer}, {config.precision}{', checkpointing' if config.checkpointing else ''}"
-        emit({"kind": "guide.progress", "done": done, "of": len(all_configs()), "what": what})
+        emit_progress(emit, done, len(all_configs()), what)
         results.append(_measured(config, emit, with_timelines=not done))
     model = ACCUMULATED.make()
     return {
         "categories": list(ORDER),
         "effective": EFFECTIVE,
         "micro_sizes": list(MICRO_SIZES),
-        "model": ACCUMULATED.words,
+        "model": ACCUMULATED.description,
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "ways": results,
     }
@@ -38,7 +38,7 @@ def measure_peaks(emit: Emit) -> Data:
 def _measured(config: AccumulationConfig, emit: Emit, *, with_timelines: bool) -> dict[str, Any]:
     cuts, alone, courses, copies = [], [], {}, set()
     for size in MICRO_SIZES:
-        emit({"kind": "guide.progress", "done": size, "of": EFFECTIVE, "what": f"{size} x {EFFECTIVE // size}"})
+        emit_progress(emit, size, EFFECTIVE, f"{size} x {EFFECTIVE // size}")
         measured = measure_accumulated(ACCUMULATED, config, effective_batch_size=EFFECTIVE, micro_batch_size=size)
         cuts.append(peak_of(measured.timeline))
         copies.add(measured.gradient_bytes)
@@ -58,12 +58,12 @@ def _measured(config: AccumulationConfig, emit: Emit, *, with_timelines: bool) -
     }
 
 
-def measure_courses(emit: Emit) -> Data:
-    """Measure the timeline of each configuration at a few micro-batch sizes, for changes of settings on the page."""
+def measure_timelines(emit: Emit) -> Data:
+    """Measure the timeline of each configuration at a few micro-batch sizes; the page switches between them."""
     timelines = []
     for done, config in enumerate(all_configs()):
         what = f"{config.optimizer}, {config.precision}"
-        emit({"kind": "guide.progress", "done": done, "of": len(all_configs()), "what": what})
+        emit_progress(emit, done, len(all_configs()), what)
         measured = {
             str(size): measure_accumulated(ACCUMULATED, config, effective_batch_size=EFFECTIVE, micro_batch_size=size)
             for size in TIMELINE_SIZES
@@ -78,9 +78,9 @@ PEAKS = Experiment(
     run=measure_peaks,
     seconds=90,
 )
-COURSES = Experiment(
+TIMELINES = Experiment(
     name="memory_courses",
     question="How does memory change during a step, with checkpointing, bf16, or another optimizer?",
-    run=measure_courses,
+    run=measure_timelines,
     seconds=30,
 )

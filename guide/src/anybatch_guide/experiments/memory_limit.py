@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from anybatch.memory.trace import ORDER, MemoryTimeline, fit, timeline
-from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
 from anybatch_guide.memory.plain_step import OutOfMemory, trace_plain_step, try_plain_step
 from anybatch_guide.memory.small import SMALL_MODELS, SmallModel
 from anybatch_guide.memory.timelines import in_order, peak_of
@@ -15,15 +15,15 @@ SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 BUDGETS_MIB = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Enforced budgets, in MiB."""
 PREDICTED_FROM = (2, 3)
-"""The two sizes from which all other peaks are predicted, as in a plan."""
+"""The two sizes from which all other peaks are predicted, as in `anybatch plan`."""
 MEBIBYTE = 2**20
 
 
 def run(emit: Emit) -> Data:
-    """Measure every model at every size, and run every size that exceeds a budget out of memory."""
+    """Measure every model at every size, and record the out-of-memory error of each size that exceeds a budget."""
     models = []
     for done, model in enumerate(SMALL_MODELS.values()):
-        emit({"kind": "guide.progress", "done": done, "of": len(SMALL_MODELS), "what": model.title})
+        emit_progress(emit, done, len(SMALL_MODELS), model.title)
         models.append(_measured(model, emit))
     return {
         "categories": list(ORDER),
@@ -37,7 +37,7 @@ def run(emit: Emit) -> Data:
 def _measured(model: SmallModel, emit: Emit) -> dict[str, Any]:
     @cache
     def timeline_of(size: int) -> MemoryTimeline:
-        emit({"kind": "guide.progress", "done": size, "of": max(SIZES), "what": f"{model.title}, batch of {size}"})
+        emit_progress(emit, size, max(SIZES), f"{model.title}, batch of {size}")
         return timeline(trace_plain_step(model, size))
 
     low, high = PREDICTED_FROM
@@ -45,7 +45,7 @@ def _measured(model: SmallModel, emit: Emit) -> dict[str, Any]:
     return {
         "name": model.name,
         "title": model.title,
-        "words": model.words,
+        "words": model.description,
         "num_parameters": sum(parameter.numel() for parameter in model.make().parameters()),
         "peaks": [peak_of(timeline_of(size)) for size in SIZES],
         "predicted": [envelope.peak_bytes(size) for size in SIZES],
@@ -61,14 +61,14 @@ def _within_budget(model: SmallModel, timeline_of: Callable[[int], MemoryTimelin
     shortages = {size: try_plain_step(model, size, budget) for size in (*SIZES, largest + 1) if size > largest}
     return {
         "largest": largest,
-        "one_more": None if largest >= max(SIZES) else _described(shortages[largest + 1]),
-        "shortages": [None if size <= largest else _described(shortages[size]) for size in SIZES],
+        "one_more": None if largest >= max(SIZES) else _shortage_data(shortages[largest + 1]),
+        "shortages": [None if size <= largest else _shortage_data(shortages[size]) for size in SIZES],
     }
 
 
-def _described(shortage: OutOfMemory | None) -> dict[str, Any]:
+def _shortage_data(shortage: OutOfMemory | None) -> dict[str, Any]:
     assert shortage is not None, "its peak exceeds the budget"
-    return {"phase": shortage.phase, "held": in_order(shortage.held), "message": shortage.message}
+    return {"phase": shortage.phase, "held": in_order(shortage.category_bytes), "message": shortage.message}
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

@@ -6,19 +6,19 @@ from typing import Any, get_args
 from anybatch.core.units import HEADROOM
 from anybatch.memory.trace import Category, Phase
 from anybatch.planner.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, WORKSPACE_BYTES, budget_of
-from anybatch_guide.experiment import Data, Emit, Experiment
-from anybatch_guide.memory.planning import OFFERED, Variant, trace
+from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
+from anybatch_guide.memory.planning import OFFERED_MODELS, Variant, trace
 from anybatch_guide.memory.tables import DEVICE_NAMES, EFFECTIVE_BATCH_SIZES, NUM_RANKS, tables
 
 
 def run(emit: Emit) -> Data:
     """Trace every variant of every model, and tabulate its plans for every device."""
-    variants = [variant for offer in OFFERED for variant in offer.variants()]
+    variants = [variant for offer in OFFERED_MODELS for variant in offer.variants()]
     tabulated = []
     for done, variant in enumerate(variants):
-        emit({"kind": "guide.progress", "done": done, "of": len(variants), "what": variant.model})
+        emit_progress(emit, done, len(variants), variant.model)
         traced = trace(variant)
-        assert (traced.envelopes.verdict, traced.envelopes.notes) == ("exact", ()), "the page cannot show more"
+        assert not traced.envelopes.notes, "the page cannot show notes of a plan"
         tabulated.append(
             {
                 **properties_of(variant),
@@ -42,7 +42,7 @@ def run(emit: Emit) -> Data:
 
 
 def properties_of(variant: Variant) -> dict[str, Any]:
-    """Return the properties of a variant, with the names used on the page."""
+    """Return the properties of a variant, with the names that the page uses."""
     properties = dataclasses.asdict(variant)
     properties["several"] = properties.pop("multi_rank")
     return properties

@@ -1,19 +1,14 @@
-"""Large models and the memory of a GPU: the memory for each batch size, planned without the device."""
+"""The memory that large models need at each batch size, planned without a GPU."""
 
 from typing import Any
 
+from anybatch.core.compatibility import PrecisionName
 from anybatch.core.geometry import even_size
-from anybatch.core.run_config import PrecisionName
 from anybatch.memory.trace import ORDER
 from anybatch.planner.plan import Plan
 from anybatch.recipes.planning.decoder import KNOWN_MODELS
-from anybatch_guide.experiment import Data, Emit, Experiment
-from anybatch_guide.memory.formulas import (
-    AUTOCAST_ADAM,
-    logits_bytes,
-    state_bytes,
-    transformer_layer_activation_bytes,
-)
+from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
+from anybatch_guide.memory.formulas import ADAM_STATE_BYTES, layer_activation_bytes, logits_bytes
 from anybatch_guide.memory.planning import PlanRequest, Traced, Variant, planned, trace
 from anybatch_guide.memory.timelines import in_order
 
@@ -39,32 +34,32 @@ MODELS = {
 }
 """The planned models, and their titles on the page."""
 INITIAL_REQUEST = PlanRequest(device="RTX 4090", effective_batch_size=512)
-"""The initial request of the page's planner, for the second of these models."""
+"""The initial request of the page's planner, for the second model of `MODELS`."""
 _UNLIMITED_BATCH_SIZE = 1 << 20
-"""An effective batch too large for one micro-batch on any device, so that only memory limits micro-batches."""
+"""An effective batch size that no device can run in one micro-batch, so that only memory limits micro-batches."""
 
 
 def run(emit: Emit) -> Data:
     """Trace each model, and plan it for every size and every limit."""
     traced_models = []
     for done, (variant, title) in enumerate(MODELS.items()):
-        emit({"kind": "guide.progress", "done": done, "of": len(MODELS), "what": title})
+        emit_progress(emit, done, len(MODELS), title)
         traced_models.append((trace(variant), title))
     return {
         "categories": list(ORDER),
         "sizes": list(SIZES),
         "limits_gib": list(LIMITS_GIB),
-        "models": [_wall(traced, title, emit) for traced, title in traced_models],
+        "models": [_memory_by_size(traced, title, emit) for traced, title in traced_models],
         "opening": _initial_plan(planned(traced_models[1][0], INITIAL_REQUEST)),
     }
 
 
-def _wall(traced: Traced, title: str, emit: Emit) -> dict[str, Any]:
+def _memory_by_size(traced: Traced, title: str, emit: Emit) -> dict[str, Any]:
     """Return the memory of a model's step by batch size, and the largest batch size by device size."""
     variant, envelopes = traced.variant, traced.envelopes
     rows = []
     for size in SIZES:
-        emit({"kind": "guide.progress", "done": size, "of": max(SIZES), "what": title})
+        emit_progress(emit, size, max(SIZES), title)
         peak = envelopes.at_peak(size)
         rows.append(
             {
@@ -121,20 +116,14 @@ def _initial_plan(plan: Plan) -> dict[str, Any]:
 
 
 def _formulas(plan: Plan) -> dict[str, float]:
-    """Return the bytes of the same step by published formulas: weights and optimizer state, layers, logits."""
+    """Return the bytes that published formulas give for the planned step: state, layers and logits."""
     config, size = KNOWN_MODELS[plan.name], plan.micro_batch_size
     (length,) = {variant.sequence_length for variant in MODELS if variant.model == plan.name}
-    layer = transformer_layer_activation_bytes(
-        sequence_length=length,
-        micro_batch_size=size,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        keeps="flash",
-    )
+    num_tokens = size * length
     return {
-        "state": state_bytes(plan.num_parameters, AUTOCAST_ADAM),
-        "layers": config.num_hidden_layers * layer,
-        "logits": logits_bytes(size * length, config.vocab_size),
+        "state": float(plan.num_parameters * ADAM_STATE_BYTES),
+        "layers": float(config.num_hidden_layers * layer_activation_bytes(num_tokens, config.hidden_size)),
+        "logits": float(logits_bytes(num_tokens, config.vocab_size)),
     }
 
 

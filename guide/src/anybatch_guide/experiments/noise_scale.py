@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from anybatch.core.gradient_noise import NoiseEstimate
-from anybatch.engine.gradient_noise import GradientNoise
+from anybatch.core.gradient_noise import GradientNoise, NoiseEstimate
 from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.study import BETAS, Batch, StudyRun, engine_of, new_model, steps_of, task_of
 from anybatch_guide.tasks.task import LabelledSamples, cross_entropy
@@ -24,60 +23,60 @@ STUDY = "benchmarks/results/noise_against_brute_force_cpu_2026-11-24.md: three m
 
 
 def run(emit: Emit) -> Data:
-    """Measure during a run, and with fixed parameters over more and more steps; compare both with single samples."""
+    """Estimate the noise scale during a run and with fixed parameters, and compute it from single-sample gradients."""
     model, rows = new_model(RUN), task_of(RUN.task).rows
-    along, fixed = list[dict[str, Any]](), nn.Module()
+    during_run, fixed_model = list[dict[str, Any]](), nn.Module()
     noise = GradientNoise(every=1, decay=DECAY)
     with engine_of(RUN, model, noise=noise, micro_batch_size=MICRO_BATCH_SIZE) as engine:
         for number, batch in enumerate(steps_of(RUN), start=1):
             emit({"kind": "guide.progress", "done": number, "what": "steps of a run"})
             report = engine.step(batch)
             if number == FIXED_AT:
-                fixed = copy.deepcopy(model)
+                fixed_model = copy.deepcopy(model)
             if number % POINT_EVERY == 0 and report.noise is not None:
                 true = true_scale(model, rows) if number % TRUTH_EVERY == 0 else None
-                along.append({"step": number, "loss": report.loss, **_numbers(report.noise), "true_scale": true})
+                during_run.append({"step": number, "loss": report.loss, **_numbers(report.noise), "true_scale": true})
     return {
         "batch_size": RUN.batch_size,
         "micro_batch_size": MICRO_BATCH_SIZE,
         "decay": DECAY,
         "seed": RUN.seed,
-        "along_a_run": along,
+        "along_a_run": during_run,
         "fixed_at_step": FIXED_AT,
-        "with_fixed_parameters": [_numbers(estimate) | {"steps": steps} for steps, estimate in _measured(fixed)],
-        "fixed_true_scale": true_scale(fixed, rows),
+        "with_fixed_parameters": [_numbers(estimate) | {"steps": steps} for steps, estimate in _measured(fixed_model)],
+        "fixed_true_scale": true_scale(fixed_model, rows),
         "stands_for": STUDY,
     }
 
 
 def _measured(model: nn.Module) -> Iterator[tuple[int, NoiseEstimate]]:
-    """Yield the estimate after some steps with fixed parameters."""
-    # No decay, because nothing changes; draw with replacement, because an epoch order is not independent.
-    still, rows = replace(RUN, learning_rate=0.0), task_of(RUN.task).rows
+    """Yield the estimates after each number of steps in `FIXED_STEPS`, with fixed parameters."""
+    # No decay, because parameters do not change. Samples of an epoch are not independent, so draw with replacement.
+    fixed_run, rows = replace(RUN, learning_rate=0.0), task_of(RUN.task).rows
     generator = torch.Generator().manual_seed(RUN.seed)
     noise = GradientNoise(every=1, decay=1.0 - 1e-12)
-    with engine_of(still, model, noise=noise, micro_batch_size=MICRO_BATCH_SIZE) as engine:
+    with engine_of(fixed_run, model, noise=noise, micro_batch_size=MICRO_BATCH_SIZE) as engine:
         for steps in range(1, FIXED_STEPS[-1] + 1):
-            report = engine.step(drawn(rows, RUN.batch_size, generator))
+            report = engine.step(draw(rows, RUN.batch_size, generator))
             if steps in FIXED_STEPS and report.noise is not None:
                 yield steps, report.noise
 
 
-def drawn(rows: LabelledSamples, number: int, generator: torch.Generator) -> Batch:
+def draw(rows: LabelledSamples, number: int, generator: torch.Generator) -> Batch:
     """Return samples drawn with replacement."""
     ids = torch.randint(0, len(rows), (number,), generator=generator)
     return {"inputs": rows.inputs[ids], "targets": rows.targets[ids]}
 
 
 def true_scale(model: nn.Module, rows: LabelledSamples) -> float:
-    """Return variance / |G|^2 of a set of samples, from single-sample gradients."""
+    """Return the noise scale of a data set from single-sample gradients: their variance / |mean gradient|^2."""
     parameters = {name: value.detach() for name, value in model.named_parameters()}
 
-    def of_one(values: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+    def sample_loss(values: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
         outputs = functional_call(model, values, (image[None],))
         return cross_entropy(outputs, label[None])
 
-    by_parameter = vmap(grad(of_one), (None, 0, 0))(parameters, rows.inputs, rows.targets)
+    by_parameter = vmap(grad(sample_loss), (None, 0, 0))(parameters, rows.inputs, rows.targets)
     gradients = torch.cat([gradient.flatten(1) for gradient in by_parameter.values()], dim=1).double()
     mean = gradients.mean(0)
     return float((gradients - mean).square().sum(1).mean() / mean.square().sum())

@@ -1,4 +1,4 @@
-"""One batch split four ways: the loss of each way, without and with one mistake."""
+"""One batch split in four ways: the losses of each way, without and with one mistake."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -6,12 +6,13 @@ from typing import Any
 import torch
 
 from anybatch.testing import RankPool
-from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
+from anybatch_guide.lines import significant
 from anybatch_guide.listings import one_batch, one_mistake
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 WAYS: Mapping[str, tuple[int, int]] = {"64x1": (64, 1), "16x4": (16, 1), "4x16": (4, 1), "2x8x4": (8, 2)}
-"""Name of a way to its micro-batch size and number of ranks."""
+"""Micro-batch size and number of ranks of each way."""
 RAGGED: Mapping[str, int] = {"64x1": 64, "16x4": 21, "4x16": 9, "2x8x4": 31}
 """Micro-batch sizes that leave one sample for the last micro-batch of a rank's share."""
 Train = Callable[..., list[float]]
@@ -22,7 +23,7 @@ def run(emit: Emit) -> Data:
     with RankPool(2) as ranks:
 
         def trained(train: Train, num_ranks: int, *args: Any) -> list[float]:  # noqa: ANN401 (the program's)
-            emit({"kind": "guide.progress", "done": 0, "of": 1, "what": f"{train.__name__}{args}"})
+            emit_progress(emit, 0, 1, f"{train.__name__}{args}")
             return train(*args) if num_ranks == 1 else list(ranks.run(train, *args)[0])
 
         losses = {
@@ -39,15 +40,15 @@ def run(emit: Emit) -> Data:
     references = {name: clipped if name == "clip_each" else losses["float64"] for name in mistakes}
     return {
         "ways": [{"name": way, "num_ranks": k, "sizes": cut(size, k)} for way, (size, k) in WAYS.items()],
-        "losses": significant(losses["float64"]["64x1"], 6),
+        "losses": all_significant(losses["float64"]["64x1"], 6),
         "gaps": {name: gaps(ways) for name, ways in losses.items()},
-        "largest_gap": {name: largest(gaps(ways)) for name, ways in losses.items()},
+        "largest_gap": {name: largest_gap(gaps(ways)) for name, ways in losses.items()},
         "mistakes": [as_data(name, ways, references[name]) for name, ways in mistakes.items()],
     }
 
 
 def sizes_of_mistakes() -> dict[str, dict[str, int]]:
-    """Return the micro-batch size of each way for a mistake; a mean of means is correct if all sizes are equal."""
+    """Return micro-batch sizes by mistake and way: unequal for the mean of means, which is correct for equal sizes."""
     even = {way: size for way, (size, _) in WAYS.items()}
     return {"no_division": even, "clip_each": even, "mean_of_means": dict(RAGGED)}
 
@@ -55,44 +56,41 @@ def sizes_of_mistakes() -> dict[str, dict[str, int]]:
 def as_data(name: str, ways: Mapping[str, Sequence[float]], right: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Return the losses of each way with one mistake, and the correct losses."""
     sizes, reference = sizes_of_mistakes()[name], right["64x1"]
+    distances = {way: max(distances_of(values, reference)) for way, values in ways.items()}
     return {
         "name": name,
         "sizes": {way: cut(sizes[way], num_ranks) for way, (_, num_ranks) in WAYS.items()},
-        "reference": significant(reference, 6),
+        "reference": all_significant(reference, 6),
         "reference_gap": {way: max(values) for way, values in gaps(right).items()},
-        "losses": {way: significant(values, 6) for way, values in ways.items()},
-        "largest_gap": {way: significant([max_gap(values, reference)], 3)[0] for way, values in ways.items()},
+        "losses": {way: all_significant(values, 6) for way, values in ways.items()},
+        "largest_gap": {way: significant(largest, 3) for way, largest in distances.items()},
     }
 
 
 def cut(size: int, num_ranks: int) -> list[int]:
-    """Return the micro-batches of one rank's share of 64 samples."""
+    """Return the sizes of the micro-batches of one rank's share of 64 samples."""
     return [len(rows) for rows in torch.arange(64 // num_ranks).split(size)]
 
 
 def gaps(ways: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """Return the distance of each way's losses from the unsplit batch."""
     unsplit = ways["64x1"]
-    return {
-        way: significant([abs(a - b) for a, b in zip(values, unsplit, strict=True)], 2)
-        for way, values in ways.items()
-        if way != "64x1"
-    }
+    return {way: all_significant(distances_of(values, unsplit), 2) for way, values in ways.items() if way != "64x1"}
 
 
-def largest(gaps: Mapping[str, Sequence[float]]) -> float:
+def distances_of(values: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """Return the distance of each loss from the reference."""
+    return [abs(a - b) for a, b in zip(values, reference, strict=True)]
+
+
+def largest_gap(gaps: Mapping[str, Sequence[float]]) -> float:
     """Return the largest of all gaps."""
     return max(max(values) for values in gaps.values())
 
 
-def max_gap(values: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the largest distance of two lists of losses."""
-    return max(abs(a - b) for a, b in zip(values, reference, strict=True))
-
-
-def significant(values: Iterable[float], digits: int) -> list[float]:
+def all_significant(values: Iterable[float], digits: int) -> list[float]:
     """Return numbers rounded to the given number of significant digits."""
-    return [float(f"{value:.{digits}g}") for value in values]
+    return [significant(value, digits) for value in values]
 
 
 EXPERIMENT = Experiment(

@@ -1,4 +1,4 @@
-"""Runs of the playground for a page without an engine: the initial ones, and the grid of each task."""
+"""Recorded playground runs for a page without a server: the initial runs, and a grid of settings for each task."""
 
 from anybatch_guide import grid
 from anybatch_guide.experiment import Experiment

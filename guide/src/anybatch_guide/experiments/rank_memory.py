@@ -1,4 +1,4 @@
-"""Memory of one process per device: replicas, sharded optimizer states, shards."""
+"""Memory per rank with replicas, sharded optimizer states, and fully sharded parameters."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 import anybatch as ab
 from anybatch.diagnostics.memory_report import record_memory
 from anybatch.memory.trace import ORDER
-from anybatch.parallel.local_parts import is_dtensor, local_part
+from anybatch.parallel.dtensors import is_dtensor, local_part
 from anybatch.testing import RankPool
-from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
 
 WIDTH, NUM_BLOCKS, BATCH, MICRO_BATCH = 128, 4, 64, 8
 WAYS = (
@@ -34,9 +34,9 @@ def run(emit: Emit) -> Data:
     """Run a step in each way, and return the memory of every process."""
     ways = []
     for done, (strategy, num_ranks) in enumerate(WAYS):
-        emit({"kind": "guide.progress", "done": done, "of": len(WAYS), "what": f"{strategy}, {num_ranks} ranks"})
+        emit_progress(emit, done, len(WAYS), f"{strategy}, {num_ranks} ranks")
         with RankPool(num_ranks) as pool:
-            ranks = pool.run(held, strategy)
+            ranks = pool.run(measure_rank, strategy)
         ways.append({"strategy": strategy, "num_ranks": num_ranks, "ranks": ranks})
     model = network()
     return {
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 def network() -> nn.Sequential:
-    """Return a tower of blocks."""
+    """Return a network of residual blocks."""
     torch.manual_seed(0)
     return nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
 
@@ -73,10 +73,10 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
     return loss
 
 
-def held(strategy: str) -> dict[str, Any]:
-    """Run on every rank: return memory between steps and at the peak, its parts, and the calls of FSDP2.
+def measure_rank(strategy: str) -> dict[str, Any]:
+    """Return this rank's memory between steps and at the peak, its shards, and the calls of FSDP2. Runs on every rank.
 
-    At the peak of a step with FSDP2, gathered weights and full gradients count as activations and temporaries.
+    With FSDP2, gathered weights and full gradients count as activations or temporaries.
     """
     generator = torch.Generator().manual_seed(0)
     data = torch.randn(3 * BATCH, WIDTH, generator=generator)
@@ -95,9 +95,9 @@ def held(strategy: str) -> dict[str, Any]:
             engine.step(second)
         calls: Sequence[str] = ()
         if strategy == "fsdp":
-            with profile(activities=[ProfilerActivity.CPU]) as seen:
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
                 engine.step(third)
-            calls = _calls(seen)
+            calls = _calls(profiler)
         timeline = recording.report.timeline
         parts = {name: _part(value) for name, value in model.named_parameters()}
         return {
@@ -110,13 +110,13 @@ def held(strategy: str) -> dict[str, Any]:
 
 
 def _part(value: Tensor) -> dict[str, Any]:
-    """Return the shape of this rank's part of a parameter, and whether it is complete."""
+    """Return the shape of this rank's part of a parameter, and whether the parameter is sharded."""
     return {"shape": list(local_part(value).shape), "is_shard": is_dtensor(value)}
 
 
-def _calls(seen: Any) -> list[str]:  # noqa: ANN401 (torch's profile)
+def _calls(profiler: Any) -> list[str]:  # noqa: ANN401 (torch's profile)
     """Return the calls of FSDP2 in a step, in order: `all_gather (1)`, `post_backward_reduce (1)`, ..."""
-    events = sorted(seen.events(), key=lambda event: event.time_range.start)
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
     labels = [event.name.removeprefix(_LABEL) for event in events if event.name.startswith(_LABEL)]
     names = [label.replace(_OWN_ROOT, "") for label in labels]
     return [name for name in names if name.split(" ")[0] in _EVENTS]

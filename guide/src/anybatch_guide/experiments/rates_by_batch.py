@@ -12,17 +12,17 @@ from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.study import BETAS, StudyRun, held_out_loss, noise_scale_of
 
 SEEDS = (0, 1)
-AS_GOOD = 1.25
-"""A rule counts as tuned if its loss is at most this multiple of the best loss in the grid."""
-LOST = 100.0
-"""A held-out loss above this one counts as diverged."""
+MAX_LOSS_RATIO = 1.25
+"""A rule counts as well tuned if its loss is at most this multiple of the best loss in the grid."""
+DIVERGED_LOSS = 100.0
+"""A run with a larger held-out loss counts as diverged."""
 STUDY = "benchmarks/results/learning_rate_rules_cpu_2026-11-24.md: 1,330 runs, five seeds, both recipes"
 Rule = Callable[[StudyRun, int], StudyRun]
 
 
 @dataclass(frozen=True, slots=True)
 class RateGrid:
-    """The run at the smallest batch, and the batch sizes and rates of the grid."""
+    """The settings of a run at the smallest batch size, and the batch sizes and learning rates of the grid."""
 
     smallest: StudyRun
     sizes: tuple[int, ...]
@@ -49,7 +49,7 @@ GRIDS = {
 
 
 class RateStudy:
-    """One grid, with cached runs."""
+    """The runs of one grid; results are cached."""
 
     def __init__(self, grid: RateGrid, emit: Emit) -> None:
         self.grid = grid
@@ -61,39 +61,39 @@ class RateStudy:
         if run not in self._losses:
             self._emit({"kind": "guide.progress", "what": f"batch {run.batch_size}, rate {run.learning_rate:g}"})
             losses = [held_out_loss(replace(run, seed=seed)) for seed in SEEDS]
-            self._losses[run] = [loss if loss < LOST else math.inf for loss in losses]
+            self._losses[run] = [loss if loss < DIVERGED_LOSS else math.inf for loss in losses]
         return self._losses[run]
 
     def mean(self, run: StudyRun) -> float:
-        """Return the mean over seeds."""
+        """Return the mean held-out loss over seeds."""
         return statistics.fmean(self.losses(run))
 
     def at(self, size: int, rate: float) -> StudyRun:
-        """Return a run of the grid."""
+        """Return the run with a batch size and a learning rate."""
         return replace(self.grid.smallest, batch_size=size, learning_rate=rate)
 
     def best(self, size: int) -> StudyRun:
         """Return the run with the lowest mean loss at a batch size."""
         return min((self.at(size, rate) for rate in self.grid.rates), key=self.mean)
 
-    def against_tuned(self, rule: Rule, size: int) -> float:
-        """Return the mean loss of a rule as a multiple of the best loss."""
+    def loss_ratio(self, rule: Rule, size: int) -> float:
+        """Return the mean loss at the rule's learning rate, as a multiple of the best loss at that size."""
         return self.mean(rule(self.best(self.grid.sizes[0]), size)) / self.mean(self.best(size))
 
-    def as_good_to(self, rule: Rule) -> int:
-        """Return the largest size up to which a rule counts as tuned at all sizes."""
+    def largest_tuned_size(self, rule: Rule) -> int:
+        """Return the largest batch size up to which the rule counts as well tuned at every size."""
         reached = self.grid.sizes[0]
         for size in self.grid.sizes[1:]:
-            if self.against_tuned(rule, size) > AS_GOOD:
+            if self.loss_ratio(rule, size) > MAX_LOSS_RATIO:
                 break
             reached = size
         return reached
 
 
-def scaled(rule: ScalingRule, memory: Memory | None = None) -> Rule:
-    """Return a rule of the library."""
+def library_rule(rule: ScalingRule, memory: Memory | None = None) -> Rule:
+    """Return a scaling rule of `ab.scale_rate`."""
 
-    def carry(base: StudyRun, size: int) -> StudyRun:
+    def scale(base: StudyRun, size: int) -> StudyRun:
         is_sgd = base.optimizer == "SGD"
         rate = scale_rate(
             base.learning_rate,
@@ -109,45 +109,45 @@ def scaled(rule: ScalingRule, memory: Memory | None = None) -> Rule:
         eps = base.eps if rate.eps is None else rate.eps
         return replace(base, batch_size=size, learning_rate=rate.learning_rate, betas=betas, eps=eps)
 
-    return carry
+    return scale
 
 
-def gained(noise_scale: float) -> Rule:
+def gain_rule(noise_scale: float) -> Rule:
     """Return the noise-gain rule, with the square root for AdamW."""
 
-    def carry(base: StudyRun, size: int) -> StudyRun:
+    def scale(base: StudyRun, size: int) -> StudyRun:
         gain = noise_gain(noise_scale, base_batch_size=base.batch_size, effective_batch_size=size)
         factor = gain if base.optimizer == "SGD" else math.sqrt(gain)
         return replace(base, batch_size=size, learning_rate=base.learning_rate * factor)
 
-    return carry
+    return scale
 
 
 def rules_of(noise_scale: float) -> dict[str, Rule]:
-    """Return the rules by name; the square root includes the library's change of betas."""
+    """Return the rules by name; "sqrt" also changes the betas, as in the library."""
     return {
-        "none": scaled("none"),
-        "linear": scaled("linear"),
-        "sqrt": scaled("sqrt"),
-        "memory": scaled("linear", "samples"),
-        "gain": gained(noise_scale),
+        "none": library_rule("none"),
+        "linear": library_rule("linear"),
+        "sqrt": library_rule("sqrt"),
+        "memory": library_rule("linear", "samples"),
+        "gain": gain_rule(noise_scale),
     }
 
 
 def run(emit: Emit) -> Data:
-    """Run every grid, and the runs of all rules, starting from the best run at the smallest batch."""
-    maps = [{"name": name, **_found(RateStudy(grid, emit))} for name, grid in GRIDS.items()]
-    return {"seeds": list(SEEDS), "as_good": AS_GOOD, "stands_for": STUDY, "maps": maps}
+    """Run every grid, and the runs at the rates of all rules, scaled from the best run at the smallest batch size."""
+    maps = [{"name": name, **_map_data(RateStudy(grid, emit))} for name, grid in GRIDS.items()]
+    return {"seeds": list(SEEDS), "as_good": MAX_LOSS_RATIO, "stands_for": STUDY, "maps": maps}
 
 
-def _found(study: RateStudy) -> dict[str, Any]:
+def _map_data(study: RateStudy) -> dict[str, Any]:
     grid = study.grid
     base = study.best(grid.sizes[0])
     noise_scale = noise_scale_of(base)
     rules = rules_of(noise_scale)
     if base.optimizer == "AdamW":
-        rules |= {"sqrt, betas kept": scaled("sqrt", "steps")}
-        del rules["memory"]  # linear with betas to a power is not a common rule
+        rules |= {"sqrt, betas kept": library_rule("sqrt", "steps")}
+        del rules["memory"]  # linear scaling with rescaled betas is not a common rule
     return {
         "task": base.task,
         "optimizer": base.optimizer,
@@ -161,7 +161,7 @@ def _found(study: RateStudy) -> dict[str, Any]:
         "rules": [
             {
                 "name": name,
-                "as_good_to": study.as_good_to(rule),
+                "as_good_to": study.largest_tuned_size(rule),
                 "points": [_point(study, rule(base, size)) for size in grid.sizes],
             }
             for name, rule in rules.items()
@@ -169,12 +169,12 @@ def _found(study: RateStudy) -> dict[str, Any]:
     }
 
 
-def _point(study: RateStudy, made: StudyRun) -> dict[str, Any]:
+def _point(study: RateStudy, run: StudyRun) -> dict[str, Any]:
     return {
-        "batch_size": made.batch_size,
-        "learning_rate": made.learning_rate,
-        "betas": list(made.betas),
-        "losses": study.losses(made),
+        "batch_size": run.batch_size,
+        "learning_rate": run.learning_rate,
+        "betas": list(run.betas),
+        "losses": study.losses(run),
     }
 
 

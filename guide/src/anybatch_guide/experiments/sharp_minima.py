@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from anybatch_guide.experiment import Data, Emit, Experiment
-from anybatch_guide.experiments.rates_by_batch import scaled
+from anybatch_guide.experiments.rates_by_batch import library_rule
 from anybatch_guide.sharpness import measure_sharpness
-from anybatch_guide.study import BETAS, StudyRun, judged, trained, whole_spec
+from anybatch_guide.study import BETAS, StudyRun, evaluate_held_out, sharpness_inputs, trained
 
 SEEDS = (0, 1)
 SIZES = (64, 256)
@@ -19,41 +19,41 @@ STUDY = "benchmarks/results/sharpness_cpu_2026-11-24.md: five seeds, SGD and Ada
 
 
 def ways(sizes: tuple[int, ...] = SIZES) -> Iterator[tuple[str, StudyRun]]:
-    """Yield every run without its seed, with its rate rule."""
+    """Yield each run with the name of its rate rule; the seed is set later."""
     yield "base", BASE
     for size in sizes:
         yield "same rate", replace(BASE, batch_size=size)
     for size in sizes:
-        yield "scaled rate", scaled("linear")(BASE, size)
+        yield "scaled rate", library_rule("linear")(BASE, size)
     for size in sizes:
-        yield "scaled rate, same steps", replace(scaled("linear")(BASE, size), epochs=BASE.epochs * size // 16)
+        yield "scaled rate, same steps", replace(library_rule("linear")(BASE, size), epochs=BASE.epochs * size // 16)
 
 
 def run(emit: Emit) -> Data:
-    """Train, and measure."""
+    """Train every run with every seed, and measure the sharpness of its minimum."""
     runs = []
-    for way, made in ways():
-        emit({"kind": "guide.progress", "what": f"{way}, batch {made.batch_size}"})
+    for way, study_run in ways():
+        emit({"kind": "guide.progress", "what": f"{way}, batch {study_run.batch_size}"})
         runs.append(
             {
                 "way": way,
-                "batch_size": made.batch_size,
-                "learning_rate": made.learning_rate,
-                "epochs": made.epochs,
-                "seeds": [measured(replace(made, seed=seed)) for seed in SEEDS],
+                "batch_size": study_run.batch_size,
+                "learning_rate": study_run.learning_rate,
+                "epochs": study_run.epochs,
+                "seeds": [measure_minimum(replace(study_run, seed=seed)) for seed in SEEDS],
             }
         )
     return {"optimizer": BASE.optimizer, "rule": "linear", "stands_for": STUDY, "runs": runs}
 
 
-def measured(made: StudyRun) -> dict[str, Any]:
-    """Make a run, and return the final sharpness, training loss, and held-out loss and accuracy."""
-    model, losses = trained(made)
+def measure_minimum(study_run: StudyRun) -> dict[str, Any]:
+    """Train, and return the final sharpness, training loss, and held-out loss and accuracy."""
+    model, losses = trained(study_run)
     if not math.isfinite(losses[-1]):
         return dict.fromkeys(("eigenvalue", "residual", "train_loss", "held_out", "accuracy"), math.nan)
-    spec, batch, hardware = whole_spec(made, model)
+    spec, batch, hardware = sharpness_inputs(study_run, model)
     sharpness = measure_sharpness(spec, batch, hardware, tolerance=1e-2)
-    held_out, accuracy = judged(model, made)
+    held_out, accuracy = evaluate_held_out(model, study_run)
     with torch.no_grad():
         outputs = model(batch["inputs"])
     return {

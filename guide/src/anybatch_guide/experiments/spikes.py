@@ -1,4 +1,4 @@
-"""Divergences planted into one run, with each action of the spike watch: none, lower the rate, or roll back."""
+"""Faults planted into one run, with each action of the spike watch: none, warn, lower the rate, or roll back."""
 
 import math
 import warnings
@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.engine.spike_watch import SpikeAction
+from anybatch.core.spikes import SpikeAction
 from anybatch.errors import AnyBatchWarning, NonFiniteError
 from anybatch.records import DiagnosisRecord, Record
 from anybatch_guide.experiment import Data, Emit, Experiment
-from anybatch_guide.study import BETAS, Batch, StudyRun, engine_of, judged, new_model, steps_of
+from anybatch_guide.lines import significant
+from anybatch_guide.study import BETAS, Batch, StudyRun, engine_of, evaluate_held_out, new_model, steps_of
 
 RUN = StudyRun(task="digits", optimizer="SGD", batch_size=16, learning_rate=0.02, epochs=4, betas=BETAS["SGD"])
 START, BAD_BATCHES, CORRUPTED_STEPS = 150, 20, 3
@@ -24,11 +25,11 @@ CODES = ("spike", "rate_lowered", "rolled_back")
 
 
 @dataclass(frozen=True, slots=True)
-class Plant:
-    """A planted problem in a run."""
+class Fault:
+    """A fault planted into a run."""
 
-    words: str  # its description
-    # function (age, batch) -> the batch to train on; the age is in steps since the plant
+    description: str  # its description
+    # function (age, batch) -> the batch to train on; the age is the number of steps since the fault began
     batch: Callable[[int, Batch], Batch] = lambda _, batch: batch
     rate: Callable[[int], float] = lambda _: 1.0  # function (age) -> factor of the learning rate
     # function (age, gradient of a parameter) -> the gradient to use
@@ -36,14 +37,14 @@ class Plant:
 
 
 def bad_batch(age: int, batch: Batch) -> Batch:
-    """Return, for some steps, inputs that are too large and the same label for all."""
+    """Return a bad batch during the fault: inputs times 15, and the same label for all samples."""
     if not 0 <= age < BAD_BATCHES:
         return batch
     return {"inputs": 15 * batch["inputs"], "targets": torch.full_like(batch["targets"], 3)}
 
 
 def corrupted(age: int, gradient: Tensor) -> Tensor:
-    """Return, for some steps, a gradient with noise."""
+    """Return the gradient plus noise of 300 times its norm during the fault."""
     if not 0 <= age < CORRUPTED_STEPS:
         return gradient
     noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(age)) / math.sqrt(gradient.numel())
@@ -51,11 +52,11 @@ def corrupted(age: int, gradient: Tensor) -> Tensor:
     return noisy
 
 
-PLANTS = {
-    "none": Plant("nothing"),
-    "bad_batches": Plant(f"{BAD_BATCHES} batches with inputs times 15 and the same label for all", batch=bad_batch),
-    "rate_too_high": Plant("40 times the learning rate from then on", rate=lambda age: 40.0 if age >= 0 else 1.0),
-    "corrupted_gradients": Plant(
+FAULTS = {
+    "none": Fault("nothing"),
+    "bad_batches": Fault(f"{BAD_BATCHES} batches with inputs times 15 and the same label for all", batch=bad_batch),
+    "rate_too_high": Fault("40 times the learning rate from then on", rate=lambda age: 40.0 if age >= 0 else 1.0),
+    "corrupted_gradients": Fault(
         f"gradients plus noise of 300 times their norm, in {CORRUPTED_STEPS} steps", gradient=corrupted
     ),
 }
@@ -74,26 +75,26 @@ class _SpikeRecords:
 
 
 def run(emit: Emit) -> Data:
-    """Make the run without and with each plant, without the watch and with each action."""
+    """Train without and with each fault, without the spike watch and with each of its actions."""
     runs = []
-    for name, plant in PLANTS.items():
+    for name, fault in FAULTS.items():
         unwatched: dict[str, Any] = {}
         for action in ACTIONS:
             emit({"kind": "guide.progress", "what": f"{name}, {action}"})
-            made = watched(plant, action)
-            is_same = all(made[key] == unwatched.get(key) for key in CURVES)
-            unwatched = unwatched or made
-            # Before the plant, all runs equal the healthy one, so that is written once.
+            result = run_watched(fault, action)
+            is_same = all(result[key] == unwatched.get(key) for key in CURVES)
+            unwatched = unwatched or result
+            # Before the fault, all runs equal the healthy one, so only that one is recorded completely.
             first_step = 0 if name == "none" else START - STEPS_BEFORE
-            curves = {key: None if is_same else made[key][first_step:] for key in CURVES}
+            curves = {key: None if is_same else result[key][first_step:] for key in CURVES}
             runs.append(
                 {
                     "plant": name,
-                    "planted": plant.words,
+                    "planted": fault.description,
                     "action": action,
                     "first_step": first_step,
                     "is_as_unwatched": is_same,
-                    **made,
+                    **result,
                     **curves,
                 }
             )
@@ -107,12 +108,12 @@ def run(emit: Emit) -> Data:
     }
 
 
-def watched(plant: Plant, action: SpikeAction | None) -> dict[str, Any]:
-    """Make a run, and return its losses and norms, the actions, and the final metrics."""
+def run_watched(fault: Fault, action: SpikeAction | None) -> dict[str, Any]:
+    """Train once; return the losses, gradient norms, records of the spike watch, and final metrics."""
     model, spike_records = new_model(RUN), _SpikeRecords()
     losses, norms, age = list[float](), list[float](), -START
     for parameter in model.parameters():
-        parameter.register_hook(lambda gradient: plant.gradient(age, gradient))
+        parameter.register_hook(lambda gradient: fault.gradient(age, gradient))
     with (
         warnings.catch_warnings(),
         engine_of(RUN, model, measure_gradient_norm=True, spikes=action, observer=spike_records) as engine,
@@ -120,12 +121,12 @@ def watched(plant: Plant, action: SpikeAction | None) -> dict[str, Any]:
         warnings.simplefilter("ignore", AnyBatchWarning)
         try:
             for age, batch in enumerate(steps_of(RUN), start=-START):
-                # The scheduler recomputes rates from their base after each step, so the factor does not accumulate.
+                # The scheduler recomputes rates after each step, so the factor does not accumulate.
                 for group in engine.optimizer.param_groups:
-                    group["lr"] *= plant.rate(age)
-                report = engine.step(plant.batch(age, batch))
-                losses.append(_short(report.loss))
-                norms.append(_short(report.grad_norm or 0.0))
+                    group["lr"] *= fault.rate(age)
+                report = engine.step(fault.batch(age, batch))
+                losses.append(significant(report.loss, 4))
+                norms.append(significant(report.grad_norm or 0.0, 4))
         except NonFiniteError as error:
             spike_records.records.append({"step": age + START, "code": "ended", "message": type(error).__name__})
             return {
@@ -135,13 +136,8 @@ def watched(plant: Plant, action: SpikeAction | None) -> dict[str, Any]:
                 "held_out": math.inf,
                 "accuracy": math.nan,
             }
-    loss, accuracy = judged(model, RUN)
+    loss, accuracy = evaluate_held_out(model, RUN)
     return {"losses": losses, "norms": norms, "told": spike_records.records, "held_out": loss, "accuracy": accuracy}
-
-
-def _short(value: float) -> float:
-    """Return a number with four digits, the resolution of a curve."""
-    return float(f"{value:.4g}")
 
 
 EXPERIMENT = Experiment(

@@ -1,4 +1,4 @@
-"""Steps of transformers' unmodified `Trainer`: the gradient error compared with the mean over all samples of a step."""
+"""Gradient errors of transformers' unmodified `Trainer`, compared with the mean over all samples of each step."""
 
 import importlib
 import importlib.util
@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.errors import UserError
-from anybatch_guide.claims.measuring import emit_progress, flat_gradients, new_model, relative
+from anybatch_guide.claims.measuring import flat_gradients, measure_cases, new_model, relative
 from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.tasks.task import IGNORED, PlaygroundTask, cross_entropy, load
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """An epoch: samples, samples per micro-batch, micro-batches per step. The last step may have fewer."""
+    """The size of an epoch and its split; the last step may have fewer micro-batches."""
 
     num_samples: int
     micro_batch_size: int
@@ -42,29 +42,25 @@ def run(emit: Emit) -> Data:
         raise UserError(message)
     transformers = importlib.import_module("transformers")
     trainer = transformers.Trainer
-    with_own_loss, undivided = own_loss(trainer), with_undivided_loss(trainer)
+    custom, undivided = with_custom_loss(trainer), with_undivided_loss(trainer)
     cases: dict[str, Callable[[], list[float]]] = {
-        "own_model": lambda: errors(trainer, own_model(transformers), shifted(), SENTENCES),
+        "own_model": lambda: errors(trainer, language(transformers), shifted(), SENTENCES),
         "module": lambda: errors(trainer, Averaging(load("text")), rows_of("text"), SENTENCES),
         "module_ragged": lambda: errors(trainer, Averaging(load("digits")), rows_of("digits"), DIGITS),
         "module_items": lambda: errors(trainer, ByItems(load("text")), rows_of("text"), SENTENCES),
         "module_items_ragged": lambda: errors(trainer, ByItems(load("digits")), rows_of("digits"), DIGITS),
-        "compute_loss": lambda: errors(with_own_loss, own_model(transformers), shifted(), SENTENCES),
-        "compute_loss_said": lambda: errors(undivided, own_model(transformers), shifted(), SENTENCES),
+        "compute_loss": lambda: errors(custom, language(transformers), shifted(), SENTENCES),
+        "compute_loss_said": lambda: errors(undivided, language(transformers), shifted(), SENTENCES),
     }
     if "compute_loss_func" in inspect.signature(trainer).parameters:  # older versions do not accept it
-        given = {"compute_loss_func": summed_loss}
-        cases["compute_loss_func"] = lambda: errors(trainer, own_model(transformers), shifted(), SENTENCES, **given)
-    results = {}
+        extra = {"compute_loss_func": summed_loss}
+        cases["compute_loss_func"] = lambda: errors(trainer, language(transformers), shifted(), SENTENCES, **extra)
     with _quiet():
-        for done, (name, measure) in enumerate(cases.items()):
-            emit_progress(emit, done, len(cases), name)
-            results[name] = measure()
-    return {"errors": results}
+        return {"errors": measure_cases(emit, cases)}
 
 
 class Averaging(nn.Module):
-    """A network that returns the mean loss of its micro-batch, without further arguments."""
+    """A network whose forward returns the mean loss of its micro-batch, and does not accept `num_items_in_batch`."""
 
     def __init__(self, task: PlaygroundTask) -> None:
         super().__init__()
@@ -77,15 +73,15 @@ class Averaging(nn.Module):
 
 
 class ByItems(Averaging):
-    """The same, fixed: the sum over targets, divided by `num_items_in_batch` if the Trainer passes it."""
+    """A network whose loss is the sum over targets, divided by `num_items_in_batch` if the Trainer passes it."""
 
-    def forward(self, input_ids: Tensor, labels: Tensor, **given: Tensor) -> Row:
+    def forward(self, input_ids: Tensor, labels: Tensor, **extra: Tensor) -> Row:
         """Return the loss and the logits."""
         output, num_targets = super().forward(input_ids, labels), labels.ne(IGNORED).sum()
-        return {**output, "loss": output["loss"] * num_targets / given.get("num_items_in_batch", num_targets)}
+        return {**output, "loss": output["loss"] * num_targets / extra.get("num_items_in_batch", num_targets)}
 
 
-def own_model(transformers: Any) -> nn.Module:  # noqa: ANN401 (a package without types here)
+def language(transformers: Any) -> nn.Module:  # noqa: ANN401 (a package without types here)
     """Return a small language model of transformers, whose loss accepts `num_items_in_batch`."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -95,26 +91,26 @@ def own_model(transformers: Any) -> nn.Module:  # noqa: ANN401 (a package withou
     return model.double()
 
 
-def own_loss(trainer: type[Any]) -> type[Any]:
-    """Return a Trainer with a typical custom loss: the mean of the model."""
+def with_custom_loss(trainer: type[Any]) -> type[Any]:
+    """Return a Trainer with a typical custom loss: the mean over the targets of a micro-batch."""
 
-    class OwnLoss(trainer):  # type: ignore[misc]  # has no types here
+    class CustomLoss(trainer):  # type: ignore[misc]  # has no types here
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:  # noqa: ANN401, FBT001, FBT002 (as transformers has it)
             outputs = model(**inputs)
             loss = summed_loss(outputs, inputs["labels"], None)
             return (loss, outputs) if return_outputs else loss
 
-    return OwnLoss
+    return CustomLoss
 
 
 def with_undivided_loss(trainer: type[Any]) -> type[Any]:
-    """Return the same, which declares that its loss has not been divided yet."""
-    undivided: type[Any] = type("SaidToBeAMean", (own_loss(trainer),), {"loss_is_scaled_for_ga": False})
+    """Return a Trainer with the same custom loss, which declares that the loss is not divided yet."""
+    undivided: type[Any] = type("UndividedLoss", (with_custom_loss(trainer),), {"loss_is_scaled_for_ga": False})
     return undivided
 
 
 def summed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None) -> Tensor:  # noqa: ANN401 (transformers')
-    """Return the sum over targets, divided by `num_items_in_batch`; their mean without it."""
+    """Return the sum over targets, divided by `num_items_in_batch`, or by the number of targets if it is None."""
     logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
     return total / (targets.ne(IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
@@ -137,11 +133,11 @@ def errors(
     model: nn.Module,
     rows: list[Row],
     shape: Shape,
-    **given: Any,  # noqa: ANN401 (the Trainer's model)
+    **extra: Any,  # noqa: ANN401 (the Trainer's model)
 ) -> list[float]:
     """Return the gradient error of each step of an epoch, compared with the mean over its samples."""
     arguments_of = importlib.import_module("transformers").TrainingArguments
-    optimizer = Comparing(model)
+    optimizer = ComparingOptimizer(model)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     with tempfile.TemporaryDirectory() as folder:
         arguments = arguments_of(
@@ -156,21 +152,21 @@ def errors(
             logging_strategy="no",
             report_to=[],
         )
-        running = noting(trainer, optimizer)(
+        instance = recording_inputs(trainer, optimizer)(
             model=model,
             args=arguments,
             train_dataset=rows[: shape.num_samples],
             optimizers=(optimizer, schedule),
-            **given,
+            **extra,
         )
-        running.remove_callback(importlib.import_module("transformers").PrinterCallback)
-        running.train()
+        instance.remove_callback(importlib.import_module("transformers").PrinterCallback)
+        instance.train()
     return optimizer.errors
 
 
 @dataclass(eq=False)
-class Comparing(torch.optim.SGD):
-    """An optimizer without updates: each step compares its gradient with the gradient of the samples since the last."""
+class ComparingOptimizer(torch.optim.SGD):
+    """An optimizer without updates; `step` compares the gradient with the one of all samples since the last step."""
 
     model: nn.Module
     seen: list[Row] = field(default_factory=list)
@@ -181,7 +177,7 @@ class Comparing(torch.optim.SGD):
 
     @torch.enable_grad()
     def step(self, closure: Any = None) -> Any:  # noqa: ANN401, ARG002 (as torch has it)
-        """Compare, and start a new collection."""
+        """Record the gradient error, and forget the samples of this step."""
         accumulated = flat_gradients(self.model)
         batch = {name: torch.cat([inputs[name] for inputs in self.seen]) for name in self.seen[0]}
         self.model.zero_grad()
@@ -190,15 +186,15 @@ class Comparing(torch.optim.SGD):
         self.seen.clear()
 
 
-def noting(trainer: type[Any], optimizer: Comparing) -> type[Any]:
+def recording_inputs(trainer: type[Any], optimizer: ComparingOptimizer) -> type[Any]:
     """Return a Trainer that records the inputs of each micro-batch before running it."""
 
-    class Noting(trainer):  # type: ignore[misc]  # has no types here
+    class RecordingInputs(trainer):  # type: ignore[misc]  # has no types here
         def training_step(self, model: nn.Module, inputs: Row, *rest: Any) -> Any:  # noqa: ANN401 (the Trainer's)
             optimizer.seen.append(dict(inputs))
             return super().training_step(model, inputs, *rest)
 
-    return Noting
+    return RecordingInputs
 
 
 @contextmanager

@@ -1,41 +1,47 @@
-"""The digits recipe on two ranks: the ways of using devices, compared, and why two are not twice as fast as one."""
+"""The recipe `digits` on two ranks: a comparison of strategies, and why two ranks are not twice as fast as one."""
 
 from functools import partial
 
 from anybatch.cli.compare import first_batches
 from anybatch.core.run_config import RunConfig
 from anybatch.diagnostics import compare
+from anybatch.diagnostics.compare import ComparisonReport
 from anybatch.diagnostics.scale import measure_scaling
 from anybatch.diagnostics.scaling_ranks import RunSettings
 from anybatch.recipes.load import MeasuredJob
-from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
 
 RECIPE, EFFECTIVE, MICRO = "digits", 64, 8
 
 
 def compare_ways(emit: Emit) -> Data:
     """Compare accumulation, DataParallel, DDP, ZeRO-1 and FSDP, as `anybatch compare digits` does."""
-    emit({"kind": "guide.progress", "done": 0, "of": 1, "what": "ways, interleaved"})
-    job = MeasuredJob(recipe=RECIPE, config=RunConfig(effective_batch_size=EFFECTIVE))
-    report = compare(
-        job.train_spec,
-        partial(first_batches, job),
-        effective_batch_size=EFFECTIVE,
-        micro_batch_size=MICRO,
-        device_type="cpu",
-        num_devices=2,
-        most_seconds=20.0,
-        title=RECIPE,
-    )
+    emit_progress(emit, 0, 1, "ways, interleaved")
+    report = compare_digits(EFFECTIVE, micro_batch_size=MICRO)
     return {**report.as_json(), "sentences": report.sentences()}
 
 
+def compare_digits(effective_batch_size: int, micro_batch_size: int | None = None) -> ComparisonReport:
+    """Compare all ways to train the recipe `digits` on two devices."""
+    job = MeasuredJob(recipe=RECIPE, config=RunConfig(effective_batch_size=effective_batch_size))
+    return compare(
+        job.train_spec,
+        partial(first_batches, job),
+        effective_batch_size=effective_batch_size,
+        micro_batch_size=micro_batch_size,
+        device_type="cpu",
+        num_devices=2,
+        max_seconds=20.0,
+        title=RECIPE,
+    )
+
+
 def explain_scaling(emit: Emit) -> Data:
-    """Measure the parts of a step on one rank and on two, and possible improvements."""
-    emit({"kind": "guide.progress", "done": 0, "of": 1, "what": "steps, interleaved"})
+    """Measure the parts of a step on one rank and on two, as `anybatch scale` does."""
+    emit_progress(emit, 0, 1, "steps, interleaved")
     job = MeasuredJob(recipe=RECIPE, config=RunConfig(effective_batch_size=EFFECTIVE))
     report = measure_scaling(
-        job.train_spec, job.data, settings=RunSettings(micro_batch_size=MICRO), most_seconds=10.0, num_cores=2
+        job.train_spec, job.data, settings=RunSettings(micro_batch_size=MICRO), max_seconds=10.0, num_cores=2
     )
     return {"recipe": RECIPE, "effective_batch_size": EFFECTIVE, "report": report.as_json(), "text": str(report)}
 

@@ -1,16 +1,16 @@
-"""The code walk-throughs: the executed lines of programs that the page shows, in order."""
+"""The code walk-throughs of the page: the executed lines of programs, in order."""
 
 from pathlib import Path
 
 from anybatch.engine import accumulate
 from anybatch.errors import UserError
-from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
 from anybatch_guide.listings import listing
 from anybatch_guide.tracing import TracedFile, trace_program, trace_rank
 
 PROGRAMS_FOLDER = Path(__file__).parents[4] / "examples" / "from_scratch"
 PRINTING_RANKS = {"07_ddp_with_sampler.py": 1}
-"""The printing rank, by program; rank 0 in all others."""
+"""The rank that prints, for programs where it is not rank 0."""
 
 
 def trace_plain(emit: Emit) -> Data:
@@ -20,7 +20,7 @@ def trace_plain(emit: Emit) -> Data:
 
 
 def trace_accumulation(emit: Emit) -> Data:
-    """Return the trace of the usual loop, with all weights of its small network after each line."""
+    """Return the trace of the usual accumulation loop, with all weights of its small network after each line."""
     _begin(emit)
     return trace_program([listing("accumulation.py")], repeats=100, vectors=True)
 
@@ -46,7 +46,7 @@ def trace_ladder(emit: Emit) -> Data:
         raise UserError(message)
     traces = {}
     for number, path in enumerate(paths):
-        emit({"kind": "guide.progress", "done": number, "of": len(paths), "what": path.name})
+        emit_progress(emit, number, len(paths), path.name)
         source = TracedFile(path, f"examples/from_scratch/{path.name}")
         has_ranks = "def run_rank(" in path.read_text(encoding="utf-8")
         rank = PRINTING_RANKS.get(path.name, 0)
@@ -55,7 +55,7 @@ def trace_ladder(emit: Emit) -> Data:
 
 
 def _begin(emit: Emit) -> None:
-    emit({"kind": "guide.progress", "done": 0, "of": 1, "what": "lines"})
+    emit_progress(emit, 0, 1, "lines")
 
 
 PLAIN = Experiment(name="walk_plain", question="Which line of a plain loop runs when?", run=trace_plain, seconds=10)

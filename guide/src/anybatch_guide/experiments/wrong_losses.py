@@ -1,4 +1,4 @@
-"""The effect of each feature or mistake of a loop on its step: the error compared with the full batch."""
+"""The error of a step for each mistake of a loop, compared with the full batch in one pass."""
 
 import inspect
 import math
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 
-from anybatch.diagnostics.compared_ranks import WatchedDDP
 from anybatch.diagnostics.loop_check.check_loop import check_loop
 from anybatch.testing import RankPool
 from anybatch_guide.claims.devices import EVEN, UNEVEN
-from anybatch_guide.claims.measuring import Pair, cut, emit_progress, first_batch, flat_gradients, new_model, relative
+from anybatch_guide.claims.measuring import Pair, cut, first_batch, flat_gradients, measure_cases, new_model, relative
 from anybatch_guide.exercises import no_sync_always, no_sync_backward, with_ranks
-from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
+from anybatch_guide.experiments.ddp_timeline import WatchedDDP
 from anybatch_guide.mistakes.mistake import MISTAKES, loop_of, wrong_lines
 from anybatch_guide.mistakes.windows import windows
 from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, cross_entropy, load
@@ -33,7 +33,7 @@ Loop = Callable[..., None]
 
 
 def run(emit: Emit) -> Data:
-    """Run every unmodified loop, and the correct one over the unsplit batch."""
+    """Run every loop with a mistake, and the correct loop over the unsplit batch; return the errors."""
     digits = load("digits")
     cases: dict[str, Callable[[], float]] = {
         "no_division": partial(gradient_error, "no_division", digits, FULL),
@@ -43,16 +43,13 @@ def run(emit: Emit) -> Data:
         "zero_missing": zero_missing_error,
         "clip_each": partial(gradient_error, "clip_each", digits, FULL, max_norm=MAX_NORM),
         "schedule_each": rate_error,
-        "drop_tail": dropped,
+        "drop_tail": dropped_fraction,
         "batch_norm": partial(gradient_error, "right", load("shapes", norm="batch"), FULL),
         "contrastive": contrastive_error,
         "sampler": sampler_error,
     }
-    errors: dict[str, float] = {}
-    for done, (name, measure) in enumerate(cases.items()):
-        emit_progress(emit, done, len(cases) + 1, name)
-        errors[name] = measure()
-    emit_progress(emit, len(cases), len(cases) + 1, "two ranks")
+    errors = measure_cases(emit, cases)
+    emit_progress(emit, 0, 1, "two ranks")
     with RankPool(2) as pool:
         on_ranks = pool.run(on_two_ranks)[0]
     return {
@@ -63,7 +60,7 @@ def run(emit: Emit) -> Data:
 
 
 @dataclass(eq=False)
-class _Noting(torch.optim.SGD):
+class _RecordingOptimizer(torch.optim.SGD):
     """An optimizer that records gradients and rates in each step, without updates."""
 
     model: nn.Module
@@ -88,8 +85,8 @@ def _run(
     max_norm: float = math.inf,
     gamma: float = 1.0,
     criterion: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
-) -> _Noting:
-    optimizer = _Noting(model)
+) -> _RecordingOptimizer:
+    optimizer = _RecordingOptimizer(model)
     scheduler: LRScheduler = ExponentialLR(optimizer, gamma)
     loop_of(name)(
         model,
@@ -105,13 +102,13 @@ def _run(
 
 def gradient_error(name: str, task: PlaygroundTask, sizes: list[int], *, max_norm: float = math.inf) -> float:
     """Return the gradient error of a loop, compared with the correct loop over the unsplit samples."""
-    model, batch = new_model(task).double(), _doubled(first_batch(task, sum(sizes)))
+    model, batch = new_model(task).double(), _in_float64(first_batch(task, sum(sizes)))
     split = _run(name, model, cut(batch, sizes), len(sizes), max_norm=max_norm)
     unsplit = _run("right", model, [batch], 1, max_norm=max_norm)
     return relative(split.gradients[0], unsplit.gradients[0])
 
 
-def _doubled(pair: Pair) -> Pair:
+def _in_float64(pair: Pair) -> Pair:
     inputs, targets = pair
     return (inputs.double() if inputs.is_floating_point() else inputs), targets
 
@@ -120,7 +117,7 @@ def zero_missing_error() -> float:
     """Return the gradient error of the second step if the first gradient is not cleared."""
     task = load("digits")
     model = new_model(task).double()
-    first, second = [_doubled(pair) for pair in cut(first_batch(task, 128), [64, 64])]
+    first, second = [_in_float64(pair) for pair in cut(first_batch(task, 128), [64, 64])]
     expected = _run("right", model, [second], 1).gradients[0]
     model.zero_grad()
     for inputs, targets in (first, second):
@@ -129,7 +126,7 @@ def zero_missing_error() -> float:
 
 
 def rate_error() -> float:
-    """Return the lost fraction of the learning rate after some steps with a wrong schedule."""
+    """Return the relative error of the learning rate after `WINDOWS` steps with a wrong schedule."""
     task = load("digits")
     pieces = cut(first_batch(task, 16 * 4 * WINDOWS), [16] * 4 * WINDOWS)
     wrong, right = (
@@ -138,7 +135,7 @@ def rate_error() -> float:
     return abs(wrong - right) / right
 
 
-def dropped() -> float:
+def dropped_fraction() -> float:
     """Return the fraction of an epoch's samples that no step uses."""
     task, seen = load("digits"), []
 
@@ -153,13 +150,13 @@ def dropped() -> float:
 
 
 def contrastive_error() -> float:
-    """Return the error of the summed gradients of micro-batches for a contrastive loss."""
+    """Return the relative error of the mean of micro-batch gradients for a contrastive loss."""
     task = load("digits")
-    model, (inputs, _) = new_model(task).double(), _doubled(first_batch(task, sum(FULL)))
+    model, (inputs, _) = new_model(task).double(), _in_float64(first_batch(task, sum(FULL)))
     noise = torch.randn(inputs.shape, generator=torch.Generator().manual_seed(0), dtype=inputs.dtype)
     views = inputs, inputs + VIEW_NOISE * noise
 
-    def of(first: Tensor, second: Tensor, weight: float) -> None:
+    def add_gradient(first: Tensor, second: Tensor, weight: float) -> None:
         left, right = (F.normalize(model(view), dim=1) for view in (first, second))
         (F.cross_entropy(left @ right.T / TEMPERATURE, torch.arange(len(first))) * weight).backward()
 
@@ -167,7 +164,7 @@ def contrastive_error() -> float:
     for sizes in (FULL, [sum(FULL)]):
         model.zero_grad()
         for first, second in zip(views[0].split(sizes), views[1].split(sizes), strict=True):
-            of(first, second, 1 / len(sizes))
+            add_gradient(first, second, 1 / len(sizes))
         gradients.append(flat_gradients(model))
     return relative(*gradients)
 
@@ -181,7 +178,7 @@ def sampler_error() -> float:
     gradients = []
     for ids in ([*last, *order[: len(last) % 2]], last):
         # Equal sample counts, so that the mean over ranks is the mean over all samples.
-        inputs, targets = _doubled((task.rows.inputs[ids], task.rows.targets[ids]))
+        inputs, targets = _in_float64((task.rows.inputs[ids], task.rows.targets[ids]))
         model.zero_grad()
         cross_entropy(model(inputs), targets).backward()
         gradients.append(flat_gradients(model))
@@ -189,7 +186,7 @@ def sampler_error() -> float:
 
 
 def on_two_ranks() -> dict[str, dict[str, float]]:
-    """Run on every rank: return gradient errors, and the bytes that a step reduces."""
+    """Return gradient errors, and the bytes that a step reduces. Runs on every rank."""
     errors, sent = {}, {}
     for name, loop, shares in (
         ("unequal_shares", no_sync_backward, UNEVEN),
@@ -198,7 +195,7 @@ def on_two_ranks() -> dict[str, dict[str, float]]:
         ("right", with_ranks, EVEN),
     ):
         task = load("digits")
-        model, batch = new_model(task).double(), _doubled(first_batch(task, sum(shares)))
+        model, batch = new_model(task).double(), _in_float64(first_batch(task, sum(shares)))
         expected = _run("right", model, [batch], 1).gradients[0]
         begin = sum(shares[: dist.get_rank()])
         share = [part[begin : begin + shares[dist.get_rank()]] for part in batch]
@@ -208,19 +205,19 @@ def on_two_ranks() -> dict[str, dict[str, float]]:
 
 
 def _on_ranks(module: ModuleType, model: nn.Module, pieces: list[Pair]) -> tuple[Tensor, float]:
-    """Return the gradient at the step of a loop with DDP, and the reduced bytes."""
+    """Return the gradient of the first step of a loop with DDP, and the bytes that the step reduces."""
     sent: list[int] = []
     model.zero_grad()
     wrapper: DistributedDataParallel = WatchedDDP(lambda _, size, event: sent.extend([size] * (event == "begin")))(
         model
     )
-    optimizer = _Noting(model)
+    optimizer = _RecordingOptimizer(model)
     module.train(wrapper, pieces, optimizer=optimizer, criterion=cross_entropy, accumulation_steps=len(pieces))
     return optimizer.gradients[0], float(sum(sent))
 
 
 def checked_loops() -> Iterable[dict[str, Any]]:
-    """Yield the loops: their lines, the wrong lines, and the findings of the checker."""
+    """Yield the wrong lines of each loop, and the findings of `anybatch check --loop`."""
     for name in MISTAKES:
         yield _described(name, loop_of(name), wrong_lines(name), f"mistakes/{name}")
     for module, wrong in ((with_ranks, "optimizer.step()"), (no_sync_backward, "no_sync"), (no_sync_always, "no_sync")):

@@ -1,1 +1,1 @@
-"""Memory for the guide: small models whose steps a CPU can measure, and plans as tables for the page."""
+"""Memory for the guide: small models that a CPU can measure, and plans of large models as tables for the page."""

@@ -1,4 +1,4 @@
-"""Memory of a step of the engine in micro-batches, by optimizer, precision and checkpointing."""
+"""Memory of an accumulated step of the engine, by optimizer, precision and checkpointing."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,11 +6,11 @@ from typing import Literal
 import torch
 
 import anybatch as ab
-from anybatch.core.run_config import PrecisionName
+from anybatch.core.compatibility import PrecisionName
 from anybatch.diagnostics.memory_report import record_memory
 from anybatch.memory.trace import MemoryTimeline
 from anybatch.parallel.gradient_buckets import gradient_bytes
-from anybatch_guide.memory.small import SmallModel, own_random_numbers
+from anybatch_guide.memory.small import SmallModel, isolated_random_state
 
 OptimizerName = Literal["adamw", "sgd"]
 _OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
@@ -34,23 +34,23 @@ class MeasuredStep:
 
 
 def measure_accumulated(
-    what: SmallModel, config: AccumulationConfig, *, effective_batch_size: int, micro_batch_size: int
+    small_model: SmallModel, config: AccumulationConfig, *, effective_batch_size: int, micro_batch_size: int
 ) -> MeasuredStep:
     """Return the memory of the engine's second step; the first one creates the optimizer state."""
-    make = what.checkpointed if config.checkpointing else what.make
-    assert make is not None, f"{what.name} has no blocks"
-    with own_random_numbers():
+    make = small_model.checkpointed if config.checkpointing else small_model.make
+    assert make is not None, f"{small_model.name} has no blocks"
+    with isolated_random_state():
         model = make()
     optimizer = _OPTIMIZERS[config.optimizer](model.parameters(), lr=1e-3)
-    batch = what.batch(effective_batch_size)
+    batch = small_model.batch(effective_batch_size)
     with ab.Engine(
         model,
         optimizer,
-        ab.mean_over_samples(what.loss),
+        ab.mean_over_samples(small_model.loss),
         micro_batch_size=micro_batch_size,
         precision=config.precision,
         measure_gradient_norm=False,
-        check_loss=False,  # the check would use the second step again, and allocate memory
+        check_loss=False,  # the check would run in the second step, too, and allocate memory
     ) as engine:
         engine.step(batch)
         with record_memory(engine) as recording:
@@ -59,7 +59,7 @@ def measure_accumulated(
 
 
 def all_configs() -> tuple[AccumulationConfig, ...]:
-    """Return every combination; the first is AdamW in float32 without checkpointing."""
+    """Return every combination of options; the first is AdamW in float32 without checkpointing."""
     optimizers: tuple[OptimizerName, ...] = ("adamw", "sgd")
     precisions: tuple[PrecisionName, ...] = ("fp32", "bf16")
     return tuple(

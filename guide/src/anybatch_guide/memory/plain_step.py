@@ -1,4 +1,4 @@
-"""A step of plain PyTorch without accumulation: its memory, and torch's error if it exceeds a budget."""
+"""A step of plain PyTorch without accumulation: its memory, and torch's error if a memory budget is too small."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.trace import MemoryTrace, Phase, timeline
 from anybatch.testing import memory_budget
-from anybatch_guide.memory.small import Batch, SmallModel, own_random_numbers
+from anybatch_guide.memory.small import Batch, SmallModel, isolated_random_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -19,49 +19,49 @@ class OutOfMemory:
 
     message: str  # message of the error
     phase: Phase  # forward, backward or update
-    held: Mapping[str, int]  # bytes of tensors by category at that moment, without the failed allocation
+    category_bytes: Mapping[str, int]  # bytes of tensors by category when the allocation failed
 
 
-def trace_plain_step(what: SmallModel, num_samples: int) -> MemoryTrace:
+def trace_plain_step(small_model: SmallModel, num_samples: int) -> MemoryTrace:
     """Return all allocations and frees of tensors in the second step, for a batch of the given size."""
-    run = _Run(what, num_samples)
+    run = _MeasuredRun(small_model, num_samples)
     run.step()
     return run.trace()
 
 
-def try_plain_step(what: SmallModel, num_samples: int, budget_bytes: int) -> OutOfMemory | None:
-    """Run the same step with a limit in bytes; return its failure, or None."""
-    run = _Run(what, num_samples)
+def try_plain_step(small_model: SmallModel, num_samples: int, budget_bytes: int) -> OutOfMemory | None:
+    """Run a step within a memory budget; return its out-of-memory error, or None if it fits."""
+    run = _MeasuredRun(small_model, num_samples)
     try:
         run.step(budget_bytes)
     except torch.OutOfMemoryError as error:
         measured = timeline(run.trace())
         last = len(measured.totals) - 1
-        return OutOfMemory(message=str(error), phase=run.phase, held=measured.at(last))
+        return OutOfMemory(message=str(error), phase=run.phase, category_bytes=measured.at(last))
     return None
 
 
-class _Run:
+class _MeasuredRun:
     """A model, AdamW with its state, a batch, and the ledger that records their memory."""
 
-    def __init__(self, what: SmallModel, num_samples: int) -> None:
+    def __init__(self, small_model: SmallModel, num_samples: int) -> None:
         self.phase: Phase = "forward"
-        self._what = what
+        self._small_model = small_model
         self._ledger = MemoryLedger()
-        with own_random_numbers():
-            self._model = what.make()
+        with isolated_random_state():
+            self._model = small_model.make()
         self._optimizer: Optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)
-        self._pass(what.batch(2))  # creates the optimizer state; BatchNorm needs two samples for a variance
-        self._batch = what.batch(num_samples)
+        self._pass(small_model.batch(2))  # creates the optimizer state; BatchNorm needs two samples for a variance
+        self._batch = small_model.batch(num_samples)
 
     def step(self, budget_bytes: int | None = None) -> None:
         """Make one step: zero, forward, backward, update."""
         ledger, model = self._ledger, self._model
         ledger.phase = "setup"
-        ledger.hold("weights", model.parameters())
-        ledger.hold("buffers", model.buffers())
-        ledger.hold("optimizer", _state_of(self._optimizer))
-        ledger.hold("inputs", self._batch.values())
+        ledger.categorize("weights", model.parameters())
+        ledger.categorize("buffers", model.buffers())
+        ledger.categorize("optimizer", _state_of(self._optimizer))
+        ledger.categorize("inputs", self._batch.values())
         ledger.phase = None
         with ExitStack() as stack:
             if budget_bytes is not None:
@@ -71,7 +71,7 @@ class _Run:
                 self._pass(self._batch)
             finally:
                 # Also after an error, because its report lists the gradients so far.
-                ledger.hold("gradients", (p.grad for p in model.parameters() if p.grad is not None))
+                ledger.categorize("gradients", (p.grad for p in model.parameters() if p.grad is not None))
         self._optimizer.zero_grad()
 
     def trace(self) -> MemoryTrace:
@@ -83,7 +83,7 @@ class _Run:
     def _pass(self, batch: Batch) -> None:
         self._optimizer.zero_grad()
         self.phase = "forward"
-        loss = self._what.loss(self._model, batch)
+        loss = self._small_model.loss(self._model, batch)
         self.phase = "backward"
         loss.backward()
         self.phase = self._ledger.phase = "update"

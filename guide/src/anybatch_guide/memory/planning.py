@@ -1,4 +1,4 @@
-"""Plans of published models for the page: traced once, then planned for any device by the library's own functions.
+"""Plans of published models for the page: each model is traced once, then planned for any device by the library.
 
 The trace does not depend on the device, the effective batch, or the number of ranks above one.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from anybatch.core.run_config import PrecisionName
+from anybatch.core.compatibility import PrecisionName
 from anybatch.core.splitting import Cut, plan_batch
 from anybatch.engine.arguments import TrainSpec
 from anybatch.planner.budget import budget_of
@@ -17,13 +17,13 @@ from anybatch.planner.changes import changed, named_change
 from anybatch.planner.envelopes import Envelopes, find_envelopes
 from anybatch.planner.fit import PlanTarget, fit_of
 from anybatch.planner.plan import Plan
-from anybatch.planner.trace.step_spec import StepSpec, as_module, built
+from anybatch.planner.step_spec import StepSpec, as_module, built
 from anybatch.recipes.planning.subjects import load_subject
 
 OptimizerName = Literal["AdamW", "fused AdamW"]
-# More than any device has, so that the trace does not depend on it.
+# More memory than any device has, so that the trace does not depend on a budget.
 _PLENTY_BYTES = 1 << 50
-# Two represent any number above one: the memory of a rank is the same.
+# Two ranks represent any number above one, because the traced memory of a rank is the same.
 _MULTIPLE_RANKS = 2
 
 
@@ -39,7 +39,7 @@ class Variant:
     multi_rank: bool  # whether it runs on more than one rank
 
     def task(self, world_size: int | None = None) -> StepSpec:
-        """Return the step of `ab.plan`, with the changes of its table of changes."""
+        """Return the step as `ab.plan` gets it, with checkpointing and the fused optimizer if selected."""
         subject = load_subject(self.model, sequence_length=self.sequence_length)
 
         def train() -> TrainSpec:
@@ -59,14 +59,14 @@ def _changed(task: StepSpec, name: str) -> StepSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offered:
-    """A model with its options: every combination is traced."""
+class OfferedModel:
+    """A model of the page's planner with its options; every combination is traced."""
 
     name: str  # name of the model for `anybatch plan`
     sequence_lengths: tuple[int, ...]  # tokens per sample
     precisions: tuple[PrecisionName, ...]  # number formats
-    # whether it is also offered on several ranks. A large model is rarely replicated on every rank, and checking that
-    # the replicas start equal takes hundreds of thousands of digests
+    # whether the page offers several ranks. A large model is rarely replicated on every rank, and checking that
+    # replicas start equal needs hundreds of thousands of digests
     with_ranks: bool = True
 
     def variants(self) -> Iterator[Variant]:
@@ -85,10 +85,10 @@ class Offered:
             )
 
 
-OFFERED = (
-    Offered(name="gpt2", sequence_lengths=(256, 1024), precisions=("fp32", "bf16")),
-    Offered(name="llama-3.2-1b", sequence_lengths=(2048,), precisions=("bf16",)),
-    Offered(name="llama-3.1-8b", sequence_lengths=(4096,), precisions=("bf16",), with_ranks=False),
+OFFERED_MODELS = (
+    OfferedModel(name="gpt2", sequence_lengths=(256, 1024), precisions=("fp32", "bf16")),
+    OfferedModel(name="llama-3.2-1b", sequence_lengths=(2048,), precisions=("bf16",)),
+    OfferedModel(name="llama-3.1-8b", sequence_lengths=(4096,), precisions=("bf16",), with_ranks=False),
 )
 
 
@@ -103,13 +103,13 @@ class Traced:
 
 
 def trace(variant: Variant) -> Traced:
-    """Return a step with its memory for any micro-batch size, verified at a third traced size."""
+    """Trace a step; return its memory for any micro-batch size, verified at a third traced size."""
     task = variant.task()
     ready, _ = built(task)
     return Traced(
         variant=variant,
         task=task,
-        envelopes=find_envelopes(task, _PLENTY_BYTES, most_samples=8),
+        envelopes=find_envelopes(task, _PLENTY_BYTES, max_samples=8),
         num_parameters=sum(parameter.numel() for parameter in as_module(ready.trained.model).parameters()),
     )
 
@@ -126,7 +126,7 @@ class PlanRequest:
 def planned(traced: Traced, request: PlanRequest) -> Plan:
     """Return the plan of a traced step, equal to `make_plan` without times and changes."""
     variant, envelopes = traced.variant, traced.envelopes
-    assert variant.multi_rank == (request.world_size > 1), "it was traced for another number of ranks"
+    assert variant.multi_rank == (request.world_size > 1), "traced for a different number of ranks"
     task = dataclasses.replace(traced.task, world_size=request.world_size)
     budget = budget_of(request.device, world_size=request.world_size)
     target = PlanTarget(budget=budget, effective_batch_size=request.effective_batch_size)
@@ -140,9 +140,7 @@ def planned(traced: Traced, request: PlanRequest) -> Plan:
         target=target,
         batch=plan_batch(request.effective_batch_size, request.world_size, Cut(micro_batch_size=fit.micro_batch_size)),
         baseline=fit,
-        costs=envelopes.costs,
         changes=(),
-        exact=envelopes.verdict == "exact",
         notes=envelopes.notes,
         seconds=0.0,
     )

@@ -1,4 +1,4 @@
-"""Small models for fast measurements on a CPU, each with a different largest part of memory."""
+"""Small models for fast measurements on a CPU; each has a different category with the most memory."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,11 +18,11 @@ _NUM_CLASSES = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SmallModel:
-    """A model with its data. Memory depends only on shapes, so the data is noise."""
+    """A model with random data, because memory depends only on shapes."""
 
     name: str  # its name in recordings and links
     title: str  # its title on the page
-    words: str  # its description in a line
+    description: str  # its description in a line
     make: Callable[[], nn.Module]  # function () -> model
     batch: Callable[[int], Batch]  # function (samples) -> batch
     loss: Callable[[nn.Module, Batch], Tensor]  # function (model, batch) -> the mean loss of the batch
@@ -55,7 +55,7 @@ def _language(name: str, title: str, config: DecoderConfig) -> SmallModel:
     return SmallModel(
         name=name,
         title=title,
-        words=f"GPT-2's form: {num_layers} blocks of width {config.hidden_size}, {num_tokens} tokens a sample",
+        description=f"GPT-2's form: {num_layers} blocks of width {config.hidden_size}, {num_tokens} tokens a sample",
         make=partial(Decoder, config),
         batch=batch,
         loss=next_token_loss,
@@ -88,7 +88,7 @@ TRANSFORMER = _language("transformer", "Small transformer", _decoder(2, 96, 256,
 CONVOLUTIONS = SmallModel(
     name="convolutions",
     title="Small convolutional network",
-    words="5 convolutions with BatchNorm on images of 32 x 32",
+    description="5 convolutions with BatchNorm on images of 32 x 32",
     make=_convolutions,
     batch=lambda num_samples: _pictures(num_samples, 3, 32, 32),
     loss=_class_loss,
@@ -96,19 +96,19 @@ CONVOLUTIONS = SmallModel(
 PERCEPTRON = SmallModel(
     name="perceptron",
     title="Wide perceptron",
-    words="3 layers, 512 wide, on images of 28 x 28",
+    description="3 layers, 512 wide, on images of 28 x 28",
     make=_perceptron,
     batch=lambda num_samples: _pictures(num_samples, 784),
     loss=_class_loss,
 )
 SMALL_MODELS: Mapping[str, SmallModel] = {model.name: model for model in (TRANSFORMER, CONVOLUTIONS, PERCEPTRON)}
-"""Models that are measured up to running out of memory."""
+"""Models that are measured until they run out of memory."""
 ACCUMULATED = _language("accumulated", "Transformer", _decoder(2, 256, 512, 32))
-"""The model for accumulation: many weights, so that a copy of the gradients is visible."""
+"""The model for accumulation; it has many weights, so that a copy of the gradients is visible."""
 
 
 @contextmanager
-def own_random_numbers(seed: int = 0) -> Iterator[None]:
+def isolated_random_state(seed: int = 0) -> Iterator[None]:
     """Use a random state seeded with `seed`, and restore the global one afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

@@ -1,8 +1,8 @@
-"""Plans as tables: the page looks up the plan of a traced step for every choice.
+"""Plans as tables, in which the page looks up the plan of a traced step.
 
-The peak of live tensors is piecewise linear in the micro-batch size, so it is stored as its pieces, exact at
-every size. The reserved memory of the allocator is not linear, nor is the largest size that fits a device:
-both are replayed here and stored, for each device and each possible size.
+The peak of live tensors is piecewise linear in the micro-batch size, so its pieces are stored, exact at every size. The
+allocator's reserved memory and the largest size that fits a device are not linear: they are computed here by
+replaying the allocator, for each device and each possible size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,17 +57,16 @@ def micro_batch_size(share: int, largest: int | None) -> int:
 
 def peak_pieces(envelope: MemoryEnvelope) -> Iterator[tuple[int, int, str, list[int], list[int]]]:
     """Yield the pieces of peak(m) = max over events t of (A_t + B_t m), for all m >= 1."""
-    assert envelope.is_affine, "a size has no line"
     lines = _highest_by_slope(envelope)
     size = 1
     while True:
         constant, slope, event = _highest(lines, size)
         yield size, *_moment(envelope, event)
-        overtaken = [_overtakes(line, (constant, slope, event)) for line in lines if line[1] > slope]
-        if not overtaken:
+        crossings = [_overtakes(line, (constant, slope, event)) for line in lines if line[1] > slope]
+        if not crossings:
             return
-        # At least one further, so that the loop advances if several lines meet.
-        size = max(size + 1, min(overtaken))
+        # Advance by at least one, in case several lines meet at this size.
+        size = max(size + 1, min(crossings))
 
 
 _Line = tuple[int, int, int]
@@ -75,7 +74,7 @@ _Line = tuple[int, int, int]
 
 
 def _highest_by_slope(envelope: MemoryEnvelope) -> list[_Line]:
-    """Return the highest line of each slope, and the first of equal ones: no other line is ever the peak."""
+    """Return the highest line of each slope (the earliest of equal lines); no other line is ever the peak."""
     best: dict[int, _Line] = {}
     held = zip(envelope.held.constant.tolist(), envelope.held.slope.tolist(), strict=True)
     for event, (constant, slope) in enumerate(held):
@@ -89,7 +88,7 @@ def _highest(lines: Sequence[_Line], size: int) -> _Line:
 
 
 def _overtakes(steeper: _Line, line: _Line) -> int:
-    """Return the first size at which a steeper line is the peak; for equal lines, the first event is."""
+    """Return the first size at which a steeper line is the peak; of two equal lines, the earlier event is the peak."""
     deficit, gain = line[0] - steeper[0], steeper[1] - line[1]
     size = ceil_div(deficit, gain)
     is_tie = size * gain == deficit
@@ -104,9 +103,9 @@ def _moment(envelope: MemoryEnvelope, event: int) -> tuple[int, str, list[int], 
     constants, slopes = [0] * len(categories), [0] * len(categories)
     for signed in trace.events[: event + 1]:
         number, sign = abs(signed) - 1, 1 if signed > 0 else -1
-        place = categories.index(trace.allocations[number].category)
-        constants[place] += sign * constant[number]
-        slopes[place] += sign * slope[number]
+        category_index = categories.index(trace.allocations[number].category)
+        constants[category_index] += sign * constant[number]
+        slopes[category_index] += sign * slope[number]
     last = trace.allocations[abs(trace.events[event]) - 1]
     return get_args(Phase).index(last.phase), last.operation, constants, slopes
 

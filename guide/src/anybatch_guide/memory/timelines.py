@@ -8,7 +8,7 @@ from anybatch.memory.trace import ORDER, Category, MemoryTimeline
 
 
 def peak_of(timeline: MemoryTimeline) -> dict[str, Any]:
-    """Return the peak for the page: bytes by category in stacking order, and its place in the step."""
+    """Return the peak for the page: bytes by category in stacking order, and its moment in the step."""
     moment = timeline.peak_moment
     return {
         "num_bytes": timeline.peak_bytes,
@@ -26,30 +26,29 @@ def in_order(by_category: Mapping[Category, int] | Mapping[str, int]) -> list[in
 
 
 def downsampled(timeline: MemoryTimeline, num_buckets: int) -> dict[str, Any]:
-    """Return a reduced timeline: the highest and the lowest turning point of each of `num_buckets` equal parts.
+    """Return a smaller timeline: the highest and the lowest turning point of each of `num_buckets` equal parts.
 
-    All points are measured, including the peak. Only turning points are used, where memory starts to rise or to
-    fall: within one fall, the order of frees may differ between runs, for example when autocast
-    drops its copies of the weights. A constant category is one number; any other is its first value and the
-    differences from point to point.
+    At a turning point, memory starts to rise or to fall. Other points are dropped, because the order of frees may
+    differ between runs, for example when autocast drops its copies of the weights. A constant category becomes
+    one number; any other becomes its first value and the differences from point to point.
     """
     totals = timeline.totals.tolist()
     size = -(-len(totals) // num_buckets)
-    stretches = itertools.groupby(_turns(totals), key=lambda moment: moment // size)
-    kept = sorted(
+    buckets = itertools.groupby(_turns(totals), key=lambda moment: moment // size)
+    moments = sorted(
         {
-            pick(turns, key=totals.__getitem__)
-            for _, stretch in stretches
-            for turns in [list(stretch)]
-            for pick in (max, min)
+            extreme(turns, key=totals.__getitem__)
+            for _, bucket in buckets
+            for turns in [list(bucket)]
+            for extreme in (max, min)
         }
         | {0, len(totals) - 1}
     )
-    held = dict(zip(timeline.categories, timeline.held_bytes[kept].T.tolist(), strict=True))
+    category_bytes = dict(zip(timeline.categories, timeline.held_bytes[moments].T.tolist(), strict=True))
     return {
         "num_moments": len(totals),
-        "moments": _differences(kept),
-        "held": [_differences(held.get(name, [0])) for name in ORDER],
+        "moments": _differences(moments),
+        "held": [_differences(category_bytes.get(name, [0])) for name in ORDER],
         "marks": [list(mark) for mark in timeline.marks],
     }
 
@@ -66,6 +65,6 @@ def _turns(totals: Sequence[int]) -> list[int]:
 
 
 def _differences(values: list[int]) -> list[int]:
-    """Return the first value, then differences; only the first value if all are equal."""
+    """Return the first value and the differences between values; only the first value if all are equal."""
     changes = [after - before for before, after in itertools.pairwise(values)]
     return [values[0], *(changes if any(changes) else ())]

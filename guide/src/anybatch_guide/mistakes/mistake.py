@@ -1,4 +1,4 @@
-"""The mistakes by name: effect, wrong lines, and loop."""
+"""The mistakes by name: effect, fix, wrong lines, and loop."""
 
 import difflib
 import importlib
@@ -16,7 +16,6 @@ RIGHT = "right"
 class Mistake:
     """A mistake in a loop."""
 
-    title: str  # the mistake, in a few words
     effect: str  # its effect
     cure: str  # the fix
     finding: str  # code of the finding of `anybatch check --loop`
@@ -25,37 +24,31 @@ class Mistake:
 MISTAKES: Mapping[str, Mistake] = MappingProxyType(
     {
         "no_division": Mistake(
-            title="Forget to divide",
             effect="The means of N micro-batches are added but not divided, so the gradient is N times too large.",
             cure="Weight each micro-batch's mean by its share of the items in the window.",
             finding="not_divided",
         ),
         "zero_each": Mistake(
-            title="Zero in every micro-batch",
             effect="The optimizer step uses only the gradient of the last micro-batch; the other gradients are lost.",
             cure="Zero once per window, before its first micro-batch.",
             finding="zero_grad_inside_window",
         ),
         "clip_each": Mistake(
-            title="Clip in every micro-batch",
             effect="Every micro-batch clips the sum so far, so early micro-batches count less.",
             cure="Clip once, when the sum is complete.",
             finding="clips_every_micro_batch",
         ),
         "schedule_each": Mistake(
-            title="Schedule in every micro-batch",
             effect="The learning rate falls N times too fast.",
             cure="Step the scheduler after the optimizer, once per window.",
             finding="schedules_every_micro_batch",
         ),
         "drop_tail": Mistake(
-            title="Drop the tail",
             effect="An incomplete window at the end of an epoch is skipped, so its samples are never used.",
             cure="Also step after an incomplete window, and divide by its number of items.",
             finding="samples_missing",
         ),
         "mean_of_means": Mistake(
-            title="Mean of means",
             effect="Every micro-batch has the same weight, so items of a small micro-batch count more.",
             cure="Weight each micro-batch by its number of items, not by 1/N.",
             finding="mean_of_means",

@@ -1,1 +1,1 @@
-"""The tasks of the playground: four small tasks whose data is generated offline, and is the same everywhere."""
+"""The four small tasks of the playground; their data is generated offline, and is equal on every machine."""

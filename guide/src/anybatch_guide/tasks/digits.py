@@ -1,4 +1,4 @@
-"""`digits`: handwritten digits, with the data and the network of the recipe with that name."""
+"""`digits`: handwritten digits, with the data and the network of the recipe `digits`."""
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ def task() -> PlaygroundTask:
     train, held_out = Digits("train"), Digits("held_out")
     return PlaygroundTask(
         name="digits",
-        unit="image",
         num_classes=10,
         model=network,
         loss=ab.mean_over_samples(loss),
@@ -26,12 +25,12 @@ def task() -> PlaygroundTask:
 def network() -> Network:
     """Return the recipe's network with a hundredth of the usual weights in its last layer.
 
-    So its first predictions are nearly uniform, and its first loss is close to ln 10.
+    With small weights, the first predictions are nearly uniform, and the first loss is close to ln 10.
     """
-    made = Network()
-    last = made[-1]
+    model = Network()
+    last = model[-1]
     assert isinstance(last, nn.Linear)
     with torch.no_grad():
         last.weight.mul_(0.01)
         last.bias.zero_()
-    return made
+    return model

@@ -1,4 +1,4 @@
-"""`shapes`: noisy images of 16 x 16 pixels with a disc, square, triangle or cross, for networks with three norms."""
+"""`shapes`: noisy images of 16 x 16 pixels with a disc, square, triangle or cross, and a network with any norm."""
 
 import itertools
 from functools import partial
@@ -21,7 +21,6 @@ def task(norm: Norm = "batch") -> PlaygroundTask:
     images, labels = draw_images(NUM_IMAGES + NUM_HELD_OUT, seed=0)
     return PlaygroundTask(
         name="shapes",
-        unit="image",
         num_classes=4,
         model=partial(network, norm),
         loss=ab.mean_over_samples(loss),
@@ -35,7 +34,7 @@ def network(norm: Norm) -> nn.Sequential:
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(WIDTHS):
         stride = 1 if before == 1 else 2
-        # A norm cancels a bias before it: its gradient is rounding error, which AdamW turns into full steps.
+        # No bias before a norm, which cancels it: its gradient is rounding error, which AdamW turns into full steps.
         convolution = nn.Conv2d(before, after, 3, padding=1, stride=stride, bias=norm == "none")
         layers += [convolution, _norm(norm, after), nn.GELU()]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(WIDTHS[-1] * 16, 4))
@@ -65,7 +64,7 @@ def draw_images(num_images: int, *, seed: int) -> tuple[Float[Tensor, "image 1 1
 def _figures(
     down: Float[Tensor, "image row 1"], right: Float[Tensor, "image 1 column"]
 ) -> list[Bool[Tensor, "image row column"]]:
-    """Return which pixels each figure covers, in units of its radius: disc, square, triangle, cross."""
+    """Return the pixels that a disc, square, triangle and cross cover; arguments are offsets in units of the radius."""
     inside = (down.abs() <= 1) & (right.abs() <= 1)
     return [
         down**2 + right**2 <= 1,

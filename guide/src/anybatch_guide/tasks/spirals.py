@@ -13,7 +13,7 @@ NUM_POINTS, NUM_HELD_OUT = 500, 200
 TURNS = 1.25
 NOISE = 0.03
 EXTENT = 1.2
-"""The points lie in a square of twice this side, around the origin."""
+"""All coordinates are between -EXTENT and EXTENT."""
 
 
 def task() -> PlaygroundTask:
@@ -21,7 +21,6 @@ def task() -> PlaygroundTask:
     points, arms = spirals(NUM_POINTS + NUM_HELD_OUT, seed=0)
     return PlaygroundTask(
         name="spirals",
-        unit="point",
         num_classes=2,
         model=network,
         loss=ab.mean_over_samples(loss),
@@ -40,17 +39,17 @@ def spirals(num_points: int, *, seed: int) -> tuple[Float[Tensor, "point 2"], In
     random = torch.Generator().manual_seed(seed)
     arms = torch.randint(0, 2, (num_points,), generator=random)
     # The square root puts more points outside, where an arm is longer.
-    along = torch.rand(num_points, generator=random).sqrt()
-    angles = 2 * math.pi * TURNS * along + math.pi * arms
-    points = along[:, None] * torch.stack((angles.cos(), angles.sin()), dim=1)
+    radii = torch.rand(num_points, generator=random).sqrt()
+    angles = 2 * math.pi * TURNS * radii + math.pi * arms
+    points = radii[:, None] * torch.stack((angles.cos(), angles.sin()), dim=1)
     return points + NOISE * torch.randn(num_points, 2, generator=random), arms
 
 
 @torch.no_grad()
 def surface(model: nn.Module, size: int = 40) -> Float[Tensor, "row column"]:
     """Return the predicted probability of the second arm on a grid over the square, rows from the top down."""
-    places = (torch.arange(size) + 0.5) * (2 * EXTENT / size) - EXTENT
-    rows, columns = torch.meshgrid(-places, places, indexing="ij")
+    coordinates = (torch.arange(size) + 0.5) * (2 * EXTENT / size) - EXTENT
+    rows, columns = torch.meshgrid(-coordinates, coordinates, indexing="ij")
     logits: Tensor = model.forward(torch.stack((columns, rows), dim=-1).flatten(0, 1))  # runs no hooks
-    likely: Tensor = logits.softmax(dim=1)[:, 1].unflatten(0, (size, size))
-    return likely
+    probabilities: Tensor = logits.softmax(dim=1)[:, 1].unflatten(0, (size, size))
+    return probabilities

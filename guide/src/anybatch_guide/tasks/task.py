@@ -2,9 +2,8 @@
 
 import importlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Literal, get_args
 
 import torch
@@ -14,16 +13,13 @@ from torch import Tensor, nn
 
 from anybatch.core.geometry import ceil_div
 from anybatch.core.loss import Loss
-from anybatch.data.options import sample_order
+from anybatch.data.indexed import sample_order
 from anybatch.errors import UserError
 
 TaskName = Literal["digits", "spirals", "shapes", "text"]
 Norm = Literal["batch", "group", "none"]
 IGNORED = -100
 """The target of positions that the loss ignores."""
-_HOMES: Mapping[str, str] = MappingProxyType(
-    {name: f"anybatch_guide.tasks.{name}" for name in get_args(TaskName)},
-)
 
 
 class LabelledSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -34,7 +30,7 @@ class LabelledSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     @property
     def num_bytes(self) -> int:
-        """Inputs and targets of the data, and of the held-out samples."""
+        """Bytes of inputs and targets, including the held-out samples in the same storage."""
         return self.inputs.untyped_storage().nbytes() + self.targets.untyped_storage().nbytes()
 
     def __len__(self) -> int:
@@ -51,7 +47,6 @@ class PlaygroundTask:
     """A small classification task: data, network and loss."""
 
     name: TaskName  # its name
-    unit: str  # name of one sample
     num_classes: int  # classes of a target
     model: Callable[[], nn.Module]  # function () -> network. Its parameters come from torch's global generator
     loss: Loss  # the declared loss, for the engine
@@ -67,7 +62,7 @@ class PlaygroundTask:
 class MicroBatches:
     """The training set in micro-batches, in the order of `ab.batches`, as a loader for a hand-written loop.
 
-    Each `iter` is one epoch; the next one is the next epoch. The last micro-batch of an epoch may be smaller.
+    Each call of `iter` starts the next epoch. The last micro-batch of an epoch may be smaller.
     """
 
     def __init__(self, rows: LabelledSamples, micro_batch_size: int, seed: int) -> None:
@@ -86,7 +81,7 @@ class MicroBatches:
 
 
 def cross_entropy(logits: Float[Tensor, "*item class"], targets: Int[Tensor, "*item"]) -> Float[Tensor, ""]:
-    """Return the mean over all targets that are not ignored."""
+    """Return the mean cross-entropy over all targets that are not ignored."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
 
 
@@ -97,8 +92,8 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
 
 def load(name: str, *, norm: Norm = "none") -> PlaygroundTask:
     """Return a task by its name."""
-    if name not in _HOMES:
-        message = f"{name=} must be one of {', '.join(map(repr, _HOMES))}."
+    if name not in get_args(TaskName):
+        message = f"{name=} must be one of {', '.join(map(repr, get_args(TaskName)))}."
         raise UserError(message)
-    make: Callable[..., PlaygroundTask] = importlib.import_module(_HOMES[name]).task
+    make: Callable[..., PlaygroundTask] = importlib.import_module(f"anybatch_guide.tasks.{name}").task
     return make(norm) if name == "shapes" else make()

@@ -1,4 +1,4 @@
-"""`text`: sums in words, byte by byte, such as "two plus eleven is thirteen.", with very different lengths."""
+"""`text`: sums in words, such as "two plus eleven is thirteen.", of very different lengths, as bytes."""
 
 from functools import partial
 
@@ -24,7 +24,6 @@ def task() -> PlaygroundTask:
     inputs, targets = encoded(sentences(NUM_SENTENCES + NUM_HELD_OUT, seed=0))
     return PlaygroundTask(
         name="text",
-        unit="sentence",
         num_classes=NUM_BYTE_VALUES,
         model=partial(Transformer, width=32, num_layers=2, num_heads=2),
         # Sentences have different lengths, so the mean is over bytes, not sentences.
@@ -54,7 +53,7 @@ def in_words(number: int) -> str:
 
 
 def encoded(texts: list[str]) -> tuple[Int[Tensor, "sentence byte"], Int[Tensor, "sentence byte"]]:
-    """Return bytes and the bytes that follow them; a newline ends a sentence, and the rest is ignored."""
+    """Return the bytes of each sentence, and as targets the next bytes; a newline ends it, and padding is ignored."""
     inputs = torch.zeros(len(texts), CONTEXT, dtype=torch.int64)
     targets = torch.full((len(texts), CONTEXT), IGNORED)
     for row, text in enumerate(texts):

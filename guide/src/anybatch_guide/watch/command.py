@@ -12,38 +12,38 @@ from anybatch.cli.status import Status
 from anybatch.errors import UserError
 from anybatch_guide.command import open_browser, port
 from anybatch_guide.export import DIST, Asset, read_page
-from anybatch_guide.watch.watching import Watching, encoded
+from anybatch_guide.watch.watching import WatchedRuns, encoded
 
 PAGE: Final = DIST / "watch"
 _DESCRIPTION = (
-    "Show runs live in a browser, from their logs: the split of batches, losses and whether they are "
-    "equal, memory, the activity of each rank, diagnoses. This only reads log files, and sends nothing."
+    "Show runs live in a browser, from their logs: the split of batches, losses, whether runs have equal losses, "
+    "memory, the activity of each rank, and the engine's warnings. `watch` only reads log files, and sends nothing."
 )
 _EPILOG = "To watch a run on another machine, follow its log: ssh HOST tail -c +1 -F RUN/events.jsonl > copy.jsonl."
 
 
-def run(words: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Serve or write the page for a command line; return the exit status."""
-    given = make_parser().parse(words)
-    watching = Watching(given.runs or _own_runs())
-    if watching.num_left_out:
-        sys.stdout.write(f"watch  the first {len(watching.runs)} runs; {watching.num_left_out} more are not shown\n")
+    given = make_parser().parse(arguments)
+    watched = WatchedRuns(given.runs or _default_runs())
+    if watched.num_left_out:
+        sys.stdout.write(f"watch  the first {len(watched.runs)} runs; {watched.num_left_out} more are not shown\n")
     page = read_page(given.page or PAGE)
     if given.export is not None:
-        return _export(page, watching, given.export)
-    from anybatch_guide.door import Door  # noqa: PLC0415 (its packages take a while, and --help none)
+        return _export(page, watched, given.export)
+    from anybatch_guide.local_server import ServerAddress  # noqa: PLC0415 (a slow import that --help does not need)
     from anybatch_guide.watch.server import serve  # noqa: PLC0415 (the same)
 
-    def show_address(address: str, once: str) -> None:
+    def show_address(address: str, browser_address: str) -> None:
         text = "Only reachable from this machine, by anyone with this URL; Ctrl-C stops it."
         sys.stdout.write(f"watch  {address}\n       {text}\n")
         sys.stdout.flush()
         if not given.no_browser:
-            open_browser(once)
+            open_browser(browser_address)
 
     # Ctrl-C raises here, or makes the server return, depending on its position in its loop.
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(page, watching, Door(port=given.port), show_address))
+        asyncio.run(serve(page, watched, ServerAddress(port=given.port), show_address))
     sys.stdout.write("watch  stopped\n")
     return Status.DONE
 
@@ -57,26 +57,26 @@ def make_parser() -> Parser:
         nargs="*",
         type=Path,
         metavar="RUN",
-        help=f"folder of a run, log, or folder of runs; others are compared with the first (default: {RUNS})",
+        help=f"folder of a run, its log, or a folder of runs; runs are compared with the first (default: {RUNS})",
     )
-    add("--export", type=output_file, metavar="FILE", help="write one local page instead of serving")
+    add("--export", type=output_file, metavar="FILE", help="write the page to one HTML file instead of serving it")
     add("--port", type=port, default=0, metavar="N", help="port to listen on (default: any free port)")
     add("--no-browser", action="store_true", help="print the address without opening a browser")
     add("--page", type=Path, metavar="FOLDER", help="a different build of the page (default: the one in the package)")
     return parser
 
 
-def _own_runs() -> list[Path]:
+def _default_runs() -> list[Path]:
     if RUNS.is_dir():
         return [RUNS]
     message = f"the folder {RUNS} does not exist here. Give the folder of a run, or its log: anybatch watch FOLDER"
     raise UserError(message)
 
 
-def _export(page: dict[str, Asset], watching: Watching, file: Path) -> int:
+def _export(page: dict[str, Asset], watched: WatchedRuns, file: Path) -> int:
     from anybatch_guide.export import single_file, write_page  # noqa: PLC0415 (not needed to serve)
 
-    views = encoded({"runs": watching.read_all()})
+    views = encoded({"runs": watched.read_all()})
     with_runs = {**page, "rec/watch.json": Asset(views.encode(), "application/json")}
     write_page(single_file(with_runs), file)
     sys.stdout.write(f"wrote {file}\n")

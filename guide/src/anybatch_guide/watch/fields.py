@@ -16,10 +16,10 @@ MAX_ENTRIES: Final = 32
 _MAX_INTEGER: Final = 2**53
 _MAX_SECONDS: Final = 1e15
 # Control characters, and characters that change the direction of text.
-_UNSEEN: Final = re.compile(
+_INVISIBLE: Final = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
 )
-_WORDS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_SPECIAL_NUMBERS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def integer(line: Line, name: str) -> int | None:
@@ -39,16 +39,16 @@ def time_of(line: Line) -> float | None:
     return seconds if seconds is not None and abs(seconds) < _MAX_SECONDS else None
 
 
-def text(line: Line, name: str, most: int = MAX_TEXT) -> str | None:
+def text(line: Line, name: str, max_length: int = MAX_TEXT) -> str | None:
     """Return a text that is safe to display."""
     value = line.get(name)
-    return shown(value, most) if isinstance(value, str) else None
+    return cleaned(value, max_length) if isinstance(value, str) else None
 
 
-def shown(value: str, most: int = MAX_NAME) -> str:
+def cleaned(value: str, max_length: int = MAX_NAME) -> str:
     """Return a text for display, without invisible characters, and truncated."""
-    cut = value if len(value) <= most else value[: most - 1] + "…"
-    return _UNSEEN.sub("\ufffd", cut)
+    truncated = value if len(value) <= max_length else value[: max_length - 1] + "…"
+    return _INVISIBLE.sub("\ufffd", truncated)
 
 
 def numbers(line: Line, name: str) -> dict[str, float]:
@@ -64,7 +64,7 @@ def integers(line: Line, name: str) -> dict[str, int]:
 
 def texts(line: Line, name: str) -> dict[str, str]:
     """Return a mapping of names to texts, without invalid values."""
-    return {key: shown(value, MAX_TEXT) for key, value in _entries(line, name) if isinstance(value, str)}
+    return {key: cleaned(value, MAX_TEXT) for key, value in _entries(line, name) if isinstance(value, str)}
 
 
 def first_number(line: Line, name: str) -> float | None:
@@ -75,12 +75,12 @@ def first_number(line: Line, name: str) -> float | None:
 
 def _entries(line: Line, name: str) -> list[tuple[str, Any]]:
     value = line.get(name)
-    return [(shown(key), item) for key, item in list(value.items())[:MAX_ENTRIES]] if isinstance(value, dict) else []
+    return [(cleaned(key), item) for key, item in list(value.items())[:MAX_ENTRIES]] if isinstance(value, dict) else []
 
 
 def _number(value: object) -> float | None:
     if isinstance(value, str):
-        return _WORDS.get(value)
+        return _SPECIAL_NUMBERS.get(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from anybatch.events.log_lines import Span, clock_shifts, decoded_line, spans_of
-from anybatch_guide.watch.fields import integer, shown, time_of
+from anybatch_guide.watch.fields import cleaned, integer, time_of
 from anybatch_guide.watch.rank_log import SpanLines
 
 MAX_LANES: Final = 16
@@ -16,28 +16,28 @@ _PARTS: Final = {"load": "load", "reduce": "reduce", "clip": "update", "update":
 def lanes_of(ranks: Mapping[int, Sequence[SpanLines]]) -> dict[str, Any] | None:
     """Return the latest step logged by all ranks, as spans, and the parts of the latest steps.
 
-    Times are host times: on an accelerator, device work appears where the host waits for it. The wait of a rank
-    in "reduce" is exposed communication, and waiting for the slowest rank; the smallest such
-    wait of a step counts as communication, the rest as waiting for others.
+    Times are host times: on an accelerator, device work appears where the host waits for it. A rank's time in "reduce"
+    is exposed communication plus waiting for the slowest rank. In each step, the smallest such time over ranks counts
+    as communication; the rest of a rank's time counts as waiting for others.
     """
-    some = dict(sorted(ranks.items())[:MAX_LANES])
-    common = sorted(set.intersection(*({step.step for step in steps} for steps in some.values()))) if some else []
+    shown = dict(sorted(ranks.items())[:MAX_LANES])
+    common = sorted(set.intersection(*({step.step for step in steps} for steps in shown.values()))) if shown else []
     if not common:
         return None
-    ends = [{step.step: step.seconds for step in steps} for steps in some.values()]
+    ends = [{step.step: step.seconds for step in steps} for steps in shown.values()]
     shifts = clock_shifts(ends)
-    spans = {rank: {step.step: _spans(step) for step in steps if step.step in common} for rank, steps in some.items()}
-    if not any(spans[rank][common[-1]] for rank in some):
+    spans = {rank: {step.step: _spans(step) for step in steps if step.step in common} for rank, steps in shown.items()}
+    if not any(spans[rank][common[-1]] for rank in shown):
         return None
     latest = [
-        span for rank, shift in zip(some, shifts, strict=True) for span in _drawn(rank, spans[rank][common[-1]], shift)
+        span for rank, shift in zip(shown, shifts, strict=True) for span in _drawn(rank, spans[rank][common[-1]], shift)
     ]
     begin = min((span["from"] for span in latest), default=0.0)
     return {
         "step": common[-1],
-        "ranks": list(some),
-        "num_left_out": len(ranks) - len(some),
-        "shifted": [rank for rank, shift in zip(some, shifts, strict=True) if shift],
+        "ranks": list(shown),
+        "num_left_out": len(ranks) - len(shown),
+        "shifted": [rank for rank, shift in zip(shown, shifts, strict=True) if shift],
         "spans": [
             {**span, "from": _micros(span["from"] - begin), "to": _micros(span["to"] - begin)} for span in latest
         ],
@@ -58,7 +58,7 @@ def _drawn(rank: int, spans: Sequence[Span], shift: float) -> list[dict[str, Any
         kind = "collective" if span.kind == "reduction" else _part(span)
         if kind is None:
             continue
-        name = shown(span.name)
+        name = cleaned(span.name)
         details = {"samples": integer(span.details, "num_samples"), "bytes": integer(span.details, "num_bytes")}
         drawn.append(
             {
@@ -70,7 +70,7 @@ def _drawn(rank: int, spans: Sequence[Span], shift: float) -> list[dict[str, Any
                 **details,
             }
         )
-    # Draw the longest; the others would not be visible.
+    # Draw only the longest spans; the others would not be visible.
     return sorted(drawn, key=lambda part: part["from"] - part["to"])[:MAX_SPANS]
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from anybatch.events.log_lines import LogTail, decoded_line
-from anybatch_guide.watch.curve import CLIPPED, SKIPPED, Curve, Step
+from anybatch.events.log_lines import decoded_line
+from anybatch_guide.watch.curve import CLIPPED, SKIPPED, UNREAD, Curve, Step
 from anybatch_guide.watch.fields import Line, first_number, integer, integers, number, numbers, text, texts, time_of
+from anybatch_guide.watch.log_tail import LogTail
 
 MAX_SPAN_LINES: Final = 4000
 NUM_STEPS_OF_SPANS: Final = 8
@@ -22,6 +23,7 @@ _SPAN: Final = re.compile(
 )
 _PEAK: Final = re.compile(rb'"peak_bytes":(\d{1,16})\b')
 _MEMORY: Final = re.compile(rb'\{"version":1,"sequence":\d{1,16},"time_seconds":-?[\d.]{1,24},"kind":"memory",')
+_TIMED_KINDS: Final = ("start", "step")
 _FACTS: Final = ("geometry", "strategy", "precision", "device", "dtype")
 _SIZES: Final = (
     "rank",
@@ -51,17 +53,19 @@ class SpanLines:
 
 @dataclass(slots=True)
 class LogContent:
-    """The content of a log so far."""
+    """The decoded content of a log so far."""
 
-    facts: Entry = field(default_factory=dict)  # facts of the latest start
+    facts: Entry = field(default_factory=dict)  # settings in the latest "start" line
     curve: Curve = field(default_factory=Curve)  # curve of the steps
     geometry: deque[Entry] = field(default_factory=_entries)  # splits of the batch, with their first step
     diagnoses: deque[Entry] = field(default_factory=_entries)  # the latest diagnoses
-    evaluations: deque[Entry] = field(default_factory=_entries)  # the latest evaluations
+    # Evaluations from the whole run; of the earlier ones, every second, fourth, and so on.
+    evaluations: deque[Entry] = field(default_factory=_entries)
     checkpoints: deque[Entry] = field(default_factory=_entries)  # written and read checkpoints
     end: Entry | None = None  # the last record of a finished run
     memory: bytes = b""  # the latest line about memory
-    largest_peak: int = 0  # the largest peak of all of them
+    largest_peak: int = 0  # the largest peak of all lines about memory
+    num_starts: int = 0  # number of processes that wrote the log
     num_diagnoses: int = 0  # number of all diagnoses, including dropped ones
     # the latest steps, with spans
     latest: deque[SpanLines] = field(default_factory=lambda: deque(maxlen=NUM_STEPS_OF_SPANS))
@@ -74,63 +78,67 @@ class RankLog:
     def __init__(self, path: Path) -> None:
         """Store the path without opening the file."""
         self.tail = LogTail(path)
-        self.trouble: str | None = None
+        self.read_error: str | None = None
         self._begin()
 
-    def read(self, most_bytes: int) -> bool:
+    def read(self, max_bytes: int) -> bool:
         """Read new content, at most the given number of bytes, and return whether anything changed."""
-        tail, trouble = self.tail, self.trouble
+        tail, read_error = self.tail, self.read_error
         generation, before = tail.generation, (tail.generation, tail.offset, tail.num_too_long)
         try:
-            lines = tail.read(most_bytes)
+            lines = tail.read(max_bytes)
         except OSError as error:
-            self.trouble = error.strerror or "cannot be read"
-            return self.trouble != trouble
-        self.trouble = None
+            self.read_error = error.strerror or "cannot be read"
+            return self.read_error != read_error
+        self.read_error = None
         if tail.generation != generation:
             self._begin()
         is_span = _SPAN.match
         for line in lines:
             # Inlined, because most lines end here.
             if not is_span(line):
-                self._take(line)
+                self._process(line)
             elif len(self._spans) < MAX_SPAN_LINES:
                 self._spans.append(line)
-        return trouble is not None or (tail.generation, tail.offset, tail.num_too_long) != before
+        return read_error is not None or (tail.generation, tail.offset, tail.num_too_long) != before
 
     def _begin(self) -> None:
         self.content = LogContent()
         self._spans: list[bytes] = []
         self._clock_begin: float | None = None
-        self._seconds_before = self._seconds = 0.0
+        self._earlier_seconds = self._seconds = 0.0
 
-    def _take(self, text_: bytes) -> None:
-        if _MEMORY.match(text_) and (peak := _PEAK.search(text_)):
-            self.content.memory = text_
+    def _process(self, raw_line: bytes) -> None:
+        if _MEMORY.match(raw_line) and (peak := _PEAK.search(raw_line)):
+            self.content.memory = raw_line
             self.content.largest_peak = max(self.content.largest_peak, int(peak.group(1)))
             return
-        line = decoded_line(text_)
+        line = decoded_line(raw_line)
         now = None if line is None else time_of(line)
         if line is None or now is None:
             self.content.num_skipped += 1
             return
-        take = self._TAKERS.get(str(line.get("kind")))
-        if take is not None:
+        handle = self._HANDLERS.get(str(line.get("kind")))
+        if handle is not None:
             if self._clock_begin is None or line["kind"] == "start":
-                # The clock of another process, with a different zero.
-                self._seconds_before, self._clock_begin = min(self._seconds, _MAX_SECONDS), now
-            passed = min(max(0.0, now - self._clock_begin), _MAX_SECONDS)
-            self._seconds = max(self._seconds, self._seconds_before + passed)
-            take(self, line, now)
+                # A new process: the time since the previous one does not count, and its clock may have another zero.
+                self._earlier_seconds, self._clock_begin = min(self._seconds, _MAX_SECONDS), now
+            elapsed = min(max(0.0, now - self._clock_begin), _MAX_SECONDS)
+            # A resumed process logs its checkpoint and diagnoses before its start.
+            if line["kind"] in _TIMED_KINDS:
+                self._seconds = max(self._seconds, self._earlier_seconds + elapsed)
+            handle(self, line, now)
 
     def _start(self, line: Line, _now: float) -> None:
         first = integer(line, "first_step") or 0
         content = self.content
-        content.curve.undo_from(first)
+        content.curve.drop_from(first)
+        content.num_starts += 1
         content.end = None
         content.facts = {
             **{name: text(line, name, 200) for name in _FACTS},
             **{name: integer(line, name) for name in _SIZES},
+            "num_parameters": integer(line, "num_parameters") or None,  # `ab.record` does not know the number
             "versions": texts(line, "versions"),
             "decisions": texts(line, "decisions"),
         }
@@ -156,13 +164,17 @@ class RankLog:
                 loss=losses[0],
                 norm=losses[1],
                 rate=_NAN if rate is None else rate,
-                flags=CLIPPED * (line.get("clipped") is True) + SKIPPED * (line.get("skipped") is True),
+                flags=CLIPPED * (line.get("clipped") is True)
+                + SKIPPED * (line.get("skipped") is True)
+                + UNREAD * (line.get("loss") is None),
             )
         )
         self.content.latest.append(SpanLines(step, now, self._spans))
         self._spans = []
 
     def _evaluate(self, line: Line, _now: float) -> None:
+        if len(self.content.evaluations) == MAX_ENTRIES:  # keep entries from the whole run
+            self.content.evaluations = deque(list(self.content.evaluations)[::2], maxlen=MAX_ENTRIES)
         self.content.evaluations.append(
             {
                 "step": integer(line, "step") or 0,
@@ -191,14 +203,14 @@ class RankLog:
         self._spans = []
 
     def _memory(self, line: Line, _now: float) -> None:
-        """Read a memory line in another format."""
+        """Handle a memory line that `_MEMORY` does not match."""
         self.content.largest_peak = max(self.content.largest_peak, integer(line, "peak_bytes") or 0)
 
     def _end(self, line: Line, _now: float) -> None:
         status = line.get("status") if line.get("status") in ("completed", "stopped", "failed") else "stopped"
         self.content.end = {"status": status, "message": text(line, "message"), "steps": integer(line, "num_steps")}
 
-    _TAKERS: Final[Mapping[str, Callable[["RankLog", Line, float], None]]] = {
+    _HANDLERS: Final[Mapping[str, Callable[["RankLog", Line, float], None]]] = {
         "start": _start,
         "step": _step,
         "evaluate": _evaluate,
@@ -211,7 +223,7 @@ class RankLog:
 
 
 def memory_of(log: RankLog) -> Entry | None:
-    """Return the memory of a rank's device after its latest step; None if the log does not say."""
+    """Return the memory of a rank's device after its latest step; None if the log has no such line."""
     line = decoded_line(log.content.memory) if log.content.memory else None
     if line is None:
         return None

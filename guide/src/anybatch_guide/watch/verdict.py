@@ -8,9 +8,14 @@ from typing import Any, Final, Literal
 from anybatch_guide.watch.curve import Curve
 
 ROUNDING: Final[Mapping[str, float]] = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 3e-2, "float16": 3e-3}
-"""Relative difference of two losses that counts as rounding, by the number format of the forward."""
+"""Largest relative difference of two losses that counts as rounding, by the number format of the forward."""
 _FORMATS: Final[Mapping[str, str]] = {"bf16": "bfloat16", "fp16": "float16"}
 _DEFINING: Final = {"effective_batch_size": "effective batch size", "seed": "seed", "num_parameters": "parameters"}
+
+_HARMLESS: Final = frozenset(
+    ("ranks", "strategy", "micro_batch_size", "accumulation_steps", "micro_batch_tokens", "max_seconds", "num_workers")
+)
+"""Settings that change losses only by rounding."""
 
 Word = Literal["reference", "same", "drifted", "another", "unknown"]
 
@@ -27,11 +32,28 @@ class Verdict:
     reasons: tuple[str, ...] = ()  # reasons for "another"
 
 
-def compare(facts: Mapping[str, Any], curve: Curve, other_facts: Mapping[str, Any], other: Curve) -> Verdict:
-    """Compare a run with the reference, the first argument.
+def different_settings(settings: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the settings that differ and may change losses, as texts."""
+    names = [name for name in {**settings, **other} if name not in _HARMLESS]
+    return tuple(
+        f"{name.replace('_', ' ')}: {settings.get(name, 'default')} there, {other.get(name, 'default')} here"
+        for name in names
+        if settings.get(name) != other.get(name)
+    )
 
-    "another": a defining setting differs, or the first common loss differs by more than
-    rounding. "drifted": it starts equal, and a later loss differs. "same": no loss differs.
+
+def compare(
+    facts: Mapping[str, Any],
+    curve: Curve,
+    other_facts: Mapping[str, Any],
+    other: Curve,
+    differences: tuple[str, ...] = (),
+) -> Verdict:
+    """Compare a run (`other`) with the reference run.
+
+    "another": batch size, seed or number of parameters differ, or the first common loss, or any loss although other
+    settings differ (`differences`).
+    "drifted": the settings and the first loss are equal, but a later one differs. "same": no loss differs.
     """
     reasons = tuple(
         f"{name}: {facts[key]} there, {other_facts[key]} here"
@@ -39,29 +61,32 @@ def compare(facts: Mapping[str, Any], curve: Curve, other_facts: Mapping[str, An
         if facts.get(key) is not None and other_facts.get(key) is not None and facts[key] != other_facts[key]
     )
     tolerance = max(_rounding(facts), _rounding(other_facts))
-    apart = _losses_apart(curve, other, tolerance)
+    comparison = _compare_losses(curve, other, tolerance)
     word: Word = "same"
-    if apart.is_first and not reasons:
-        reasons = (f"the loss already differs in step {apart.step}",)
+    if comparison.step is not None:
+        named = {reason.partition(":")[0] for reason in reasons}
+        reasons += tuple(text for text in differences if text.partition(":")[0] not in named)
+    if comparison.is_first and not reasons:
+        reasons = (f"the loss already differs in step {(comparison.step or 0) + 1}",)
     if reasons:
         word = "another"
-    elif not apart.num_steps:
+    elif not comparison.num_steps:
         word = "unknown"
-    elif apart.step is not None:
+    elif comparison.step is not None:
         word = "drifted"
     return Verdict(
         word=word,
-        step=apart.step,
-        num_steps=apart.num_steps,
-        difference=apart.largest,
+        step=comparison.step,
+        num_steps=comparison.num_steps,
+        difference=comparison.largest,
         tolerance=tolerance,
         reasons=reasons,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Apart:
-    """Two runs' losses: common steps, largest relative difference, the step beyond rounding, if it is the first."""
+class _LossComparison:
+    """The losses of two runs in common steps; `step` is the first one that differs by more than rounding."""
 
     num_steps: int
     largest: float | None
@@ -69,9 +94,9 @@ class _Apart:
     is_first: bool = False
 
 
-def _losses_apart(one: Curve, other: Curve, tolerance: float) -> _Apart:
+def _compare_losses(one: Curve, other: Curve, tolerance: float) -> _LossComparison:
     if one.steps == other.steps and one.losses == other.losses:
-        return _Apart(len(one.steps), 0.0 if one.steps else None)
+        return _LossComparison(len(one.steps), 0.0 if one.steps else None)
     largest, num_steps = 0.0, 0
     beyond: int | None = None
     first: int | None = None
@@ -80,12 +105,12 @@ def _losses_apart(one: Curve, other: Curve, tolerance: float) -> _Apart:
         first = step if first is None else first
         if loss == value or (loss != loss and value != value):  # noqa: PLR0124 (NaN, in the inner loop)
             continue
-        apart = abs(loss - value) / max(abs(loss), abs(value))
-        apart = apart if math.isfinite(apart) else math.inf
-        largest = max(largest, apart)
-        if beyond is None and apart > tolerance:
+        difference = abs(loss - value) / max(abs(loss), abs(value))
+        difference = difference if math.isfinite(difference) else math.inf
+        largest = max(largest, difference)
+        if beyond is None and difference > tolerance:
             beyond = step
-    return _Apart(num_steps, largest if num_steps else None, beyond, beyond is not None and beyond == first)
+    return _LossComparison(num_steps, largest if num_steps else None, beyond, beyond is not None and beyond == first)
 
 
 def _common(one: Curve, other: Curve) -> Iterator[tuple[int, float, float]]:

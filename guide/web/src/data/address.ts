@@ -10,18 +10,18 @@ export type ValueOf<S extends Shape> = { [Key in keyof S]: S[Key] extends Reader
 const VERSION = "1";
 
 /** A whole number within limits. */
-export function whole(least: number, most: number): Reader<number> {
+export function whole(minimum: number, maximum: number): Reader<number> {
   return (text) => {
     const value = /^-?\d{1,15}$/.test(text) ? Number(text) : Number.NaN;
-    return value >= least && value <= most ? value : undefined;
+    return value >= minimum && value <= maximum ? value : undefined;
   };
 }
 
 /** A number within limits. */
-export function real(least: number, most: number): Reader<number> {
+export function real(minimum: number, maximum: number): Reader<number> {
   return (text) => {
     const value = /^-?\d+(\.\d+)?(e-?\d+)?$/i.test(text) ? Number(text) : Number.NaN;
-    return value >= least && value <= most ? value : undefined;
+    return value >= minimum && value <= maximum ? value : undefined;
   };
 }
 

@@ -1,7 +1,7 @@
 /** One polite live region for the whole page: the latest sentence wins, at most one per five seconds. */
 const PAUSE_MS = 5000;
 
-export const voice = $state({ text: "" });
+export const liveRegion = $state({ text: "" });
 
 let last = -Infinity;
 let waiting: ReturnType<typeof setTimeout> | undefined;
@@ -11,7 +11,7 @@ export function announce(text: string): void {
   clearTimeout(waiting);
   const speak = () => {
     last = performance.now();
-    voice.text = text;
+    liveRegion.text = text;
   };
   const rest = last + PAUSE_MS - performance.now();
   if (rest <= 0) speak();

@@ -1,6 +1,6 @@
 /** The state of the engine. Components read it and never use a transport directly. */
-import { recording as held } from "./recordings";
-import { Once, Refused, transport, type Command, type Status, type Told, type Transport } from "./transport";
+import { recording as loadedRecording } from "./recordings";
+import { LineFilter, Refused, transport, type Command, type Status, type ServerEvent, type Transport } from "./transport";
 import type { From, Line, Order, Recording } from "./types";
 
 interface State {
@@ -11,7 +11,7 @@ interface State {
   /** Whether the connection was lost: the server has stopped. */
   lost: boolean;
   /** Why the latest order was refused, or the latest run failed. */
-  trouble: { code: string; message: string } | null;
+  problem: { code: string; message: string } | null;
 }
 
 const UNKNOWN: Status = { worker: "warming", run: null, paused: false };
@@ -21,7 +21,7 @@ export const guide: State = $state({
   mode: "static",
   status: UNKNOWN,
   lost: false,
-  trouble: null,
+  problem: null,
 });
 
 type LineListener = (run: string, lines: Line[]) => void;
@@ -29,33 +29,33 @@ type ResultListener = (recording: Recording) => void;
 
 const lineListeners = new Set<LineListener>();
 const resultListeners = new Set<ResultListener>();
-const once = new Once();
+const lineFilter = new LineFilter();
 /** Lines of the latest run, for parts that are hydrated while it runs. */
-let heard: { run: string; lines: Line[] } = { run: "", lines: [] };
+let latest: { run: string; lines: Line[] } = { run: "", lines: [] };
 const results = new Map<string, Recording>();
-let way: Transport | undefined;
+let connection: Transport | undefined;
 
 /** Called once, when the page is hydrated. */
 export function open(): () => void {
-  way = transport();
-  guide.mode = way.mode;
+  connection = transport();
+  guide.mode = connection.mode;
   guide.ready = true;
   const listen = () => {
-    if (document.hidden) way?.close();
-    else way?.connect(take);
+    if (document.hidden) connection?.close();
+    else connection?.connect(handle);
   };
   listen();
   document.addEventListener("visibilitychange", listen);
   return () => {
     document.removeEventListener("visibilitychange", listen);
-    way?.close();
+    connection?.close();
   };
 }
 
 /** Subscribe to the lines of every run, for the latest from its start; the result unsubscribes. */
 export function onLines(listener: LineListener): () => void {
   lineListeners.add(listener);
-  if (heard.lines.length) listener(heard.run, heard.lines);
+  if (latest.lines.length) listener(latest.run, latest.lines);
   return () => lineListeners.delete(listener);
 }
 
@@ -65,48 +65,48 @@ export function onResult(listener: ResultListener): () => void {
   return () => resultListeners.delete(listener);
 }
 
-/** Start a run. Null if it was refused; `guide.trouble` then has the reason. */
+/** Start a run. Null if it was refused; `guide.problem` then has the reason. */
 export async function start(order: Order): Promise<string | null> {
-  return attempt(async () => (way ? await way.start(order) : null));
+  return attempt(async () => (connection ? await connection.start(order) : null));
 }
 
 /** Pause, resume, or run one micro-batch of the current run; pass the id of a run that has just started. */
 export async function command(word: Command, run: string | null = guide.status.run): Promise<void> {
-  if (run) await attempt(async () => await way?.command(run, word));
+  if (run) await attempt(async () => await connection?.command(run, word));
 }
 
 /** Stop the current run. */
 export async function cancel(): Promise<void> {
   const run = guide.status.run;
-  if (run) await attempt(async () => await way?.cancel(run));
+  if (run) await attempt(async () => await connection?.cancel(run));
 }
 
 async function attempt<Answer>(ask: () => Promise<Answer>): Promise<Answer | null> {
-  guide.trouble = null;
+  guide.problem = null;
   try {
     return await ask();
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
-    guide.trouble = { code: error.code, message: error.message };
+    guide.problem = { code: error.code, message: error.message };
     return null;
   }
 }
 
-function take(told: Told): void {
-  guide.lost = told.event === "lost";
-  switch (told.event) {
+function handle(received: ServerEvent): void {
+  guide.lost = received.event === "lost";
+  switch (received.event) {
     case "status":
-      guide.status = told.data;
+      guide.status = received.data;
       break;
     case "lines":
-      hear(told.data.run, once.unheard(told.data.run, told.data.lines));
+      publish(received.data.run, lineFilter.newLines(received.data.run, received.data.lines));
       break;
     case "result":
-      results.set(told.data.recording.name, told.data.recording);
-      for (const listener of resultListeners) listener(told.data.recording);
+      results.set(received.data.recording.name, received.data.recording);
+      for (const listener of resultListeners) listener(received.data.recording);
       break;
     case "failed":
-      guide.trouble = { code: told.data.code, message: told.data.message };
+      guide.problem = { code: received.data.code, message: received.data.message };
       break;
     case "lost":
       guide.status = UNKNOWN; // a new connection starts with the current state
@@ -116,22 +116,22 @@ function take(told: Told): void {
   }
 }
 
-function hear(run: string, lines: Line[]): void {
+function publish(run: string, lines: Line[]): void {
   if (!lines.length) return;
-  if (run !== heard.run) heard = { run, lines: [] };
-  heard.lines.push(...lines);
+  if (run !== latest.run) latest = { run, lines: [] };
+  latest.lines.push(...lines);
   for (const listener of lineListeners) listener(run, lines);
 }
 
 /** An experiment in a section: its recording, until it has run here. */
-export class Shown<Data> {
+export class ExperimentView<Data> {
   readonly name: string;
   #recorded: Recording<Data>;
   #live: Recording<Data> | null = $state.raw(null);
 
   constructor(name: string) {
     this.name = name;
-    this.#recorded = held<Data>(name);
+    this.#recorded = loadedRecording<Data>(name);
     this.#live = (results.get(name) as Recording<Data> | undefined) ?? null;
     if (typeof document !== "undefined") {
       onResult((result) => {
@@ -157,7 +157,7 @@ export class Shown<Data> {
   }
 
   /** Go back to the recording. */
-  forget(): void {
+  showRecording(): void {
     this.#live = null;
   }
 
@@ -166,7 +166,7 @@ export class Shown<Data> {
   }
 }
 
-/** The data of a figure: `const curves = shown<Curves>("one_batch")`, then `curves.data` and `curves.from`. */
-export function shown<Data>(name: string): Shown<Data> {
-  return new Shown<Data>(name);
+/** The data of a figure: `const curves = experiment<Curves>("one_batch")`, then `curves.data` and `curves.from`. */
+export function experiment<Data>(name: string): ExperimentView<Data> {
+  return new ExperimentView<Data>(name);
 }

@@ -1,9 +1,9 @@
 /** Pinned runs: stored as long as the tab is open, so that they survive a reload. */
-import type { Run } from "./playground";
+import type { Run } from "./runs";
 import type { From } from "./types";
 
 /** A run and its source. */
-export interface Held {
+export interface PinnedRun {
   run: Run;
   from: From;
 }
@@ -11,7 +11,7 @@ export interface Held {
 type Store = Pick<Storage, "getItem" | "setItem">;
 const NAME = "anybatch-pins";
 
-export function keepPins(pins: readonly Held[], store: Store): void {
+export function storePins(pins: readonly PinnedRun[], store: Store): void {
   try {
     store.setItem(NAME, JSON.stringify(pins));
   } catch {
@@ -20,16 +20,16 @@ export function keepPins(pins: readonly Held[], store: Store): void {
 }
 
 /** The stored pins that can be drawn. */
-export function keptPins(store: Store): Held[] {
+export function storedPins(store: Store): PinnedRun[] {
   try {
     const found: unknown = JSON.parse(store.getItem(NAME) ?? "[]");
-    return Array.isArray(found) ? found.filter(isHeld) : [];
+    return Array.isArray(found) ? found.filter(isPinnedRun) : [];
   } catch {
     return [];
   }
 }
 
-function isHeld(value: unknown): value is Held {
-  const { run, from } = (value ?? {}) as Partial<Held>;
+function isPinnedRun(value: unknown): value is PinnedRun {
+  const { run, from } = (value ?? {}) as Partial<PinnedRun>;
   return typeof run?.setting?.task === "string" && Array.isArray(run.losses) && Array.isArray(run.relative_differences) && typeof from?.kind === "string";
 }

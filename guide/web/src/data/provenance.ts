@@ -1,5 +1,5 @@
 /** Descriptions of sources. */
-import { about } from "./recordings";
+import { recordingMetadata } from "./recordings";
 import type { From, Made } from "./types";
 
 export const KIND_NAMES: Record<From["kind"], string> = {
@@ -15,11 +15,11 @@ export const KIND_NAMES: Record<From["kind"], string> = {
 export function explain(from: From): string {
   switch (from.kind) {
     case "recorded": {
-      const known = about(from.name);
-      return known ? `Recorded. ${where(known.made)}` : `Recorded: ${from.name}.`;
+      const known = recordingMetadata(from.name);
+      return known ? `Recorded. ${describeProvenance(known.made)}` : `Recorded: ${from.name}.`;
     }
     case "live":
-      return from.made ? `Computed just now. ${where(from.made)}` : "Computed just now, on this machine.";
+      return from.made ? `Computed just now. ${describeProvenance(from.made)}` : "Computed just now, on this machine.";
     case "calculated":
       return `Calculated: ${from.formula}.`;
     case "chosen":
@@ -32,12 +32,12 @@ export function explain(from: From): string {
 }
 
 /** A short form for lists: the details of recordings are at the end of the page. */
-export function briefly(from: From): string {
+export function shortDescription(from: From): string {
   return from.kind === "recorded" ? `Recorded as ${from.name}.` : explain(from);
 }
 
 /** Device, versions, day, commit and command of data. */
-export function where(made: Made): string {
+export function describeProvenance(made: Made): string {
   const versions = Object.entries(made.versions).map(([name, version]) => `${name} ${version}`);
   const commit = made.commit ? `, commit ${made.commit.slice(0, 7)}` : "";
   return `${made.date}, ${deviceOf(made)}, ${versions.join(", ")}${commit}. To reproduce it: ${made.command}`;
@@ -49,6 +49,6 @@ export function deviceOf(made: Made): string {
 }
 
 /** Sources without duplicates, in order of first use. */
-export function distinct(origins: From[]): From[] {
-  return [...new Map(origins.map((from) => [briefly(from), from])).values()];
+export function withoutDuplicates(origins: From[]): From[] {
+  return [...new Map(origins.map((from) => [shortDescription(from), from])).values()];
 }

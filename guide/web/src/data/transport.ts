@@ -14,7 +14,7 @@ export interface Status {
 }
 
 /** Events from the server. */
-export type Told =
+export type ServerEvent =
   | { event: "status"; data: Status }
   | { event: "lines"; data: { run: string; lines: Line[] } }
   | { event: "result"; data: { run: string; recording: Recording } }
@@ -22,7 +22,7 @@ export type Told =
   | { event: "cancelled"; data: { run: string } }
   | { event: "lost"; data: null };
 
-export type Listener = (told: Told) => void;
+export type Listener = (event: ServerEvent) => void;
 export type Command = "pause" | "resume" | "micro";
 
 /** A refused order. `code` is the server's reason; "busy" includes the current run. */
@@ -68,7 +68,7 @@ export class LiveTransport implements Transport {
     const stream = new this.#browser.EventSource("api/events");
     for (const event of EVENTS) {
       stream.addEventListener(event, (message) => {
-        listener({ event, data: JSON.parse((message as MessageEvent<string>).data) } as Told);
+        listener({ event, data: JSON.parse((message as MessageEvent<string>).data) } as ServerEvent);
       });
     }
     // the server closes the stream, so that the browser does not reconnect forever
@@ -106,11 +106,11 @@ export class LiveTransport implements Transport {
     } catch {
       throw new Refused("unreachable", "The server does not answer. Is `anybatch guide` still running?");
     }
-    const told = (await answer.json().catch(() => ({}))) as { code?: string; message?: string; id?: string };
-    if (answer.ok) return told;
-    const code = told.code ?? String(answer.status);
-    const message = told.message ?? (code === "busy" ? "Another run is in progress." : `The server answered ${answer.status}.`);
-    throw new Refused(code, message, told.id ?? null);
+    const reply = (await answer.json().catch(() => ({}))) as { code?: string; message?: string; id?: string };
+    if (answer.ok) return reply;
+    const code = reply.code ?? String(answer.status);
+    const message = reply.message ?? (code === "busy" ? "Another run is in progress." : `The server answered ${answer.status}.`);
+    throw new Refused(code, message, reply.id ?? null);
   }
 }
 
@@ -139,14 +139,14 @@ export class StaticTransport implements Transport {
 }
 
 /**
- * Each line once. A page that comes back to a stream is told the latest run from its beginning; what it has heard
- * already is left out, by the number that every line has within its run.
+ * Drops repeated lines. A page that reconnects gets the latest run from its start; lines that it already has
+ * are recognised by their sequence number.
  */
-export class Once {
+export class LineFilter {
   #run = "";
   #last = -1;
 
-  unheard(run: string, lines: Line[]): Line[] {
+  newLines(run: string, lines: Line[]): Line[] {
     if (run !== this.#run) {
       this.#run = run;
       this.#last = -1;

@@ -5,12 +5,12 @@ import type { From } from "../data/types";
 
 const KEY = Symbol("origins");
 
-/** For a section: the list that is filled while its content is created. */
-export function gather(): From[] {
+/** For a section: return a list; the numbers of its content add their sources to it. */
+export function collectSources(): From[] {
   return setContext<From[]>(KEY, []);
 }
 
 /** For components that show a number. */
-export function tell(from: From): void {
+export function registerSource(from: From): void {
   getContext<From[] | undefined>(KEY)?.push(from);
 }

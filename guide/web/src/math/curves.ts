@@ -1,4 +1,4 @@
-/** Curves as paths, and what is under a cursor. */
+/** Curves as paths, and the values under a cursor. */
 import type { Scale } from "./scales";
 
 export interface Curve {

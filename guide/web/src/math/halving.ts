@@ -3,7 +3,7 @@
 export const SIDE = 8;
 const CELL = 17;
 const PITCH = 19;
-const APART = 5;
+const PART_GAP = 5;
 
 export interface Cell {
   x: number;
@@ -21,13 +21,13 @@ export function blockOf(samples: number): { across: number; down: number } {
 /** The cells of 64 samples in micro-batches of a power of two, centred in a square of `room`. */
 export function cells(samples: number, room = 190): Cell[] {
   const { across, down } = blockOf(samples);
-  const extent = (block: number) => SIDE * PITCH - (PITCH - CELL) + (SIDE / block - 1) * APART;
+  const extent = (block: number) => SIDE * PITCH - (PITCH - CELL) + (SIDE / block - 1) * PART_GAP;
   const [left, top] = [(room - extent(across)) / 2, (room - extent(down)) / 2];
   return Array.from({ length: SIDE * SIDE }, (_, sample) => {
     const [column, row] = [everySecondBit(sample), everySecondBit(sample >> 1)];
     return {
-      x: left + column * PITCH + Math.floor(column / across) * APART,
-      y: top + row * PITCH + Math.floor(row / down) * APART,
+      x: left + column * PITCH + Math.floor(column / across) * PART_GAP,
+      y: top + row * PITCH + Math.floor(row / down) * PART_GAP,
       part: Math.floor(sample / samples),
     };
   });

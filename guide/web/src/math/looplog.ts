@@ -87,7 +87,7 @@ export function spansOf(events: readonly LogEvent[]): Span[] {
   return spans;
 }
 
-export interface Known {
+export interface LogState {
   /** Micro-batches of the step whose gradient has been added. */
   added: number;
   targets: number;
@@ -97,9 +97,9 @@ export interface Known {
 }
 
 /** The state after a line: sums over the lines of the log. */
-export function knownAt(events: readonly LogEvent[], index: number): Known {
+export function logStateAt(events: readonly LogEvent[], index: number): LogState {
   const now = events[index];
-  const known: Known = { added: 0, targets: 0, lossSum: 0, gradientNorm: null, updates: 0 };
+  const known: LogState = { added: 0, targets: 0, lossSum: 0, gradientNorm: null, updates: 0 };
   for (const event of events.slice(0, index + 1)) {
     if (event.kind === "phase" && event.name === "update" && event.event === "end") known.updates += 1;
     if (event.step !== now?.step) continue;

@@ -1,7 +1,7 @@
 /** Scales and ticks for drawings. */
 
 export interface Scale {
-  /** The place of a number. */
+  /** The position of a number. */
   (value: number): number;
   readonly log: boolean;
   readonly domain: readonly [number, number];
@@ -9,43 +9,43 @@ export interface Scale {
 
 /** A linear or logarithmic scale. */
 export function scale(domain: readonly [number, number], range: readonly [number, number], log = false): Scale {
-  const through = log ? Math.log : (value: number) => value;
-  const [first, last] = [through(domain[0]), through(domain[1])];
-  const stretch = last === first ? 0 : (range[1] - range[0]) / (last - first);
-  const place = (value: number) => range[0] + (through(value) - first) * stretch;
+  const transform = log ? Math.log : (value: number) => value;
+  const [first, last] = [transform(domain[0]), transform(domain[1])];
+  const slope = last === first ? 0 : (range[1] - range[0]) / (last - first);
+  const place = (value: number) => range[0] + (transform(value) - first) * slope;
   return Object.assign(place, { log, domain });
 }
 
 /** Smallest and largest of the finite numbers; for a logarithmic axis, of the positive ones. */
 export function extent(values: Iterable<number>, log = false): [number, number] {
-  let [least, most] = [Infinity, -Infinity];
+  let [smallest, largest] = [Infinity, -Infinity];
   for (const value of values) {
     if (!Number.isFinite(value) || (log && value <= 0)) continue;
-    least = Math.min(least, value);
-    most = Math.max(most, value);
+    smallest = Math.min(smallest, value);
+    largest = Math.max(largest, value);
   }
-  if (least > most) return log ? [1, 10] : [0, 1];
-  if (least === most) return log ? [least / 2, most * 2] : [least - Math.abs(least || 1) / 2, most + Math.abs(most || 1) / 2];
-  return [least, most];
+  if (smallest > largest) return log ? [1, 10] : [0, 1];
+  if (smallest === largest) return log ? [smallest / 2, largest * 2] : [smallest - Math.abs(smallest || 1) / 2, largest + Math.abs(largest || 1) / 2];
+  return [smallest, largest];
 }
 
-/** About `count` round numbers within a domain, two at least: 1, 2 or 5 times a power of ten apart. */
-export function ticks([least, most]: readonly [number, number], count: number): number[] {
-  const rough = (most - least) / Math.max(1, count);
-  if (!(rough > 0) || !Number.isFinite(rough)) return [least];
+/** About `count` round numbers within a domain, at least two: 1, 2 or 5 times a power of ten apart. */
+export function ticks([smallest, largest]: readonly [number, number], count: number): number[] {
+  const rough = (largest - smallest) / Math.max(1, count);
+  if (!(rough > 0) || !Number.isFinite(rough)) return [smallest];
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = power * ([1, 2, 5].find((factor) => factor * power >= rough * 0.999) ?? 10);
-  const first = Math.ceil(least / step - 1e-9);
-  const last = Math.floor(most / step + 1e-9);
+  const first = Math.ceil(smallest / step - 1e-9);
+  const last = Math.floor(largest / step + 1e-9);
   const digits = Math.max(0, -Math.floor(Math.log10(step)));
-  if (last <= first && count < 8) return ticks([least, most], 2 * count);  // one tick shows no distance
+  if (last <= first && count < 8) return ticks([smallest, largest], 2 * count);  // one tick shows no distance
   return [...new Set(Array.from({ length: last - first + 1 }, (_, at) => Number(((first + at) * step).toFixed(Math.min(100, digits)))))];
 }
 
-/** Powers of ten within a domain, at most `count`; with fewer than two, also 2 and 5 times these. */
-export function logTicks([least, most]: readonly [number, number], count: number): number[] {
-  const [first, last] = [Math.floor(Math.log10(least)), Math.ceil(Math.log10(most))];
-  const inside = (value: number) => value >= least * 0.9999 && value <= most * 1.0001;
+/** Powers of ten within a domain, at most `count`; with fewer than two, also their multiples by 2 and 5. */
+export function logTicks([smallest, largest]: readonly [number, number], count: number): number[] {
+  const [first, last] = [Math.floor(Math.log10(smallest)), Math.ceil(Math.log10(largest))];
+  const inside = (value: number) => value >= smallest * 0.9999 && value <= largest * 1.0001;
   const powers = Array.from({ length: last - first + 1 }, (_, at) => Number(`1e${first + at}`));
   const tens = powers.filter(inside);
   if (tens.length >= 3) {
@@ -53,17 +53,17 @@ export function logTicks([least, most]: readonly [number, number], count: number
     return tens.filter((_, at) => at % every === 0);
   }
   const finer = powers.flatMap((power) => [1, 2, 5].map((factor) => Number((factor * power).toPrecision(1)))).filter(inside);
-  return finer.length >= 2 ? finer : ticks([least, most], count);
+  return finer.length >= 2 ? finer : ticks([smallest, largest], count);
 }
 
 /** Powers of two within a domain: the usual batch sizes. */
-export function binaryTicks([least, most]: readonly [number, number]): number[] {
-  const [first, last] = [Math.ceil(Math.log2(least) - 1e-9), Math.floor(Math.log2(most) + 1e-9)];
+export function binaryTicks([smallest, largest]: readonly [number, number]): number[] {
+  const [first, last] = [Math.ceil(Math.log2(smallest) - 1e-9), Math.floor(Math.log2(largest) + 1e-9)];
   return Array.from({ length: Math.max(0, last - first + 1) }, (_, at) => 2 ** (first + at));
 }
 
-/** The marks whose labels do not overlap: from the left, each with `room` to the previous one. */
-export function apart(marks: readonly number[], place: Scale, room: number): number[] {
+/** The marks whose labels do not overlap: each is at least `room` to the right of the previous one. */
+export function withoutOverlap(marks: readonly number[], place: Scale, room: number): number[] {
   const kept: number[] = [];
   for (const mark of marks) {
     const before = kept.at(-1);
@@ -72,8 +72,8 @@ export function apart(marks: readonly number[], place: Scale, room: number): num
   return kept;
 }
 
-/** Position of the label of a vertical line: to its right, else to its left, else at the edge; `end`: right-aligned. */
-export function beside(place: number, words: string, width: number): { x: number; end: boolean } {
+/** Position of the label of a vertical line: right of it, or left of it, or at the edge if neither has room; `end`: right-aligned. */
+export function labelPosition(place: number, words: string, width: number): { x: number; end: boolean } {
   const WIDEST = 7.5; // a letter of small text, on average, in the widest of the usual fonts
   const GAP = 6;
   const room = words.length * WIDEST + GAP;

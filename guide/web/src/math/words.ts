@@ -4,35 +4,35 @@ import type { Budget, Plan } from "./planner";
 const BYTE_UNITS = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"];
 
 /** The lines that `anybatch plan` prints, up to the bar; without times and the table of changes. */
-export function words(one: Plan): string[] {
+export function planLines(one: Plan): string[] {
   const { variant, budget } = one;
   return [
     `${variant.model}: ${grouped(variant.num_parameters)} parameters, AdamW, ${variant.precision}`,
-    `on ${one.ranks} x ${named(budget)}, ${grouped(one.effective)} samples a step`,
+    `on ${one.ranks} x ${deviceLabel(budget)}, ${grouped(one.effective)} samples a step`,
     "",
-    ...rows(one.largest > 0 ? fitting(one) : nothingFits(one)),
+    ...rows(one.largest > 0 ? rowsThatFit(one) : nothingFits(one)),
   ];
 }
 
 /** Used bytes of the device at the proposed size. */
-export function takenBytes(one: Plan): number {
+export function usedBytes(one: Plan): number {
   return one.reserved + one.budget.outside + one.budget.workspace;
 }
 
-function fitting(one: Plan): [string, string][] {
+function rowsThatFit(one: Plan): [string, string][] {
   const { budget, peak } = one;
-  const taken = takenBytes(one);
-  const left = 1 - taken / budget.total;
+  const used = usedBytes(one);
+  const left = 1 - used / budget.total;
   return [
     ["fits", `micro-batches of ${one.size}: ${geometry(one.effective, one.ranks, one.size)}`],
-    ["peak", `${inBytes(peak.bytes)} in tensors, ${inBytes(taken)} in all, ${moment(one)}`],
+    ["peak", `${inBytes(peak.bytes)} in tensors, ${inBytes(used)} in all, ${moment(one)}`],
     ["left", `${fixed(100 * left, 0)}% of the device; ${fixed(100 * budget.headroom, 0)}% is kept free (nothing has been measured on it yet)`],
-    ["largest", `${one.largest}${bound(one)}`],
+    ["largest", `${one.largest}${limitReason(one)}`],
   ];
 }
 
 /** The limit of the micro-batch size. */
-export function bound(one: Plan): string {
+export function limitReason(one: Plan): string {
   if (one.binds === "batch") return ", which is all there is for a rank";
   if (one.binds === "allocator") return `: tensors would leave room for ${one.largestOfTensors}, the allocator's rounding does not`;
   const what = one.binds === "optimizer step" ? "the optimizer's step" : "tensors";
@@ -43,13 +43,13 @@ function nothingFits(one: Plan): [string, string][] {
   const usable = Math.max(0, one.budget.usable);
   return [
     ["fits", `nothing: one sample takes ${inBytes(one.peak.bytes)}, and ${inBytes(usable)} can be had`],
-    ["because", because(one, usable)],
+    ["because", reasonNothingFits(one, usable)],
     ["peak", moment(one)],
   ];
 }
 
 /** The part that is too large alone, or the three largest. Names in the order of the recording: see `CATEGORIES`. */
-function because(one: Plan, usable: number): string {
+function reasonNothingFits(one: Plan, usable: number): string {
   const sorted = one.peak.held
     .map((bytes, at) => ({ bytes, name: CATEGORIES[at]! }))
     .sort((a, b) => b.bytes - a.bytes || (a.name < b.name ? 1 : -1));
@@ -69,7 +69,7 @@ function moment({ peak }: Plan): string {
   return peak.operation ? `${place}, at ${peak.operation}` : place;
 }
 
-function named(budget: Budget): string {
+function deviceLabel(budget: Budget): string {
   return budget.name ? `${budget.name} (${inBytes(budget.total)})` : inBytes(budget.total);
 }
 

@@ -61,6 +61,9 @@ export interface Verdict {
 export interface Run {
   name: string;
   path: string;
+  /** Written on this page, saved next to the log. */
+  title: string;
+  note: string;
   state: "unread" | "open" | "completed" | "stopped" | "failed";
   message: string | null;
   written: number;
@@ -85,6 +88,11 @@ export interface Run {
   last: { step: number; samples: number; seconds: number; loss: number | string } | null;
   speed: number | string | null;
   stride: number;
+  /** The latest spikes, as `anybatch spikes` finds them. */
+  spikes: { step: number; quantity: string; form: string; value: number | string; level: number | null }[];
+  num_spikes: number;
+  diverged: boolean;
+  settings: Record<string, string>;
   counts: { clipped: number; skipped: number };
   curves: Record<"loss" | "speed" | "norm" | "rate" | "clipped", Points>;
   /** Preview of a long log while it is read: some of its steps, with estimated samples. */

@@ -7,6 +7,7 @@ const QUIET_SECONDS = 30;
 /** State of a run; an unfinished run without new lines was killed, or its step takes long. */
 export function stateOf(run: Run, age: number): { word: string; kind: "good" | "bad" | "calm" | "live" } {
   if (run.read < 0.99 * run.size) return { word: `reading, ${Math.floor((100 * run.read) / run.size)}%`, kind: "live" };
+  if (run.diverged) return { word: run.state === "open" ? "diverged" : `${run.state}, diverged`, kind: "bad" };
   if (run.state === "completed") return { word: "completed", kind: "good" };
   if (run.state === "failed") return { word: "failed", kind: "bad" };
   if (run.state === "stopped") return { word: "stopped", kind: "calm" };
@@ -36,7 +37,7 @@ export function verdictOf(verdict: Verdict): { word: string; kind: "good" | "bad
   if (verdict.word === "reference") return { word: "reference", kind: "calm" };
   if (verdict.word === "same") return { word: verdict.difference === 0 ? "same, bit for bit" : "same", kind: "good" };
   if (verdict.word === "drifted") return { word: `drifted since step ${formatNumber(verdict.step ?? 0)}`, kind: "bad" };
-  if (verdict.word === "another") return { word: "different run", kind: "calm" };
+  if (verdict.word === "another") return { word: verdict.reasons.length ? "other settings" : "different run", kind: "calm" };
   return { word: "no common step", kind: "calm" };
 }
 

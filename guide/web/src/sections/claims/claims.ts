@@ -45,6 +45,22 @@ export function cuts(text: string): string {
   return text.replace(/(\d) x (?=\d)/g, "$1\u00a0×\u00a0");
 }
 
+/** Headlines of claims whose text does not begin with the result, by name and verdict. */
+const HEADLINES: Record<string, string> = {
+  "divide_by_n only_if": "Dividing by N is off by {uneven_error} when micro-batches have 24, 24 and 16 samples.",
+  "forgetting only_if": "Without the division, SGD ends at a loss of {sgd_no_division} instead of {sgd_right}; with Adam the factor cancels.",
+  "sync_batch_norm only_if": "On one rank the gradient is still off by {sync_error}: SyncBatchNorm combines ranks, not micro-batches.",
+  "larger_is_faster only_if": "Going from 1 to 4 samples trains {gain_1_to_4} as fast; going from 64 to 256, {gain_64_to_256} as fast.",
+};
+
+/** Split the text of a claim into a headline, a sentence with its result, and the rest. */
+export function headline(data: ClaimData): { head: string; rest: string } {
+  const chosen = HEADLINES[`${data.claim} ${data.verdict}`];
+  if (chosen !== undefined) return { head: chosen, rest: data.text };
+  const [head = "", ...rest] = data.text.split(/(?<=[.?!])\s+(?=[A-Z{`])/);
+  return { head, rest: rest.join(" ") };
+}
+
 /** Format of a number: a unit of `Value`, and few digits unless it is a count. */
 export function shape(number: ClaimNumber): { value: number; unit?: string; digits?: number } {
   const value = Number(number.value);

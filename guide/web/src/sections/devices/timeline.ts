@@ -34,9 +34,15 @@ export function exposed(rank: RankStep): { from: number; to: number } {
   return { from, to: Math.max(from, ...rank.buckets.map((bucket) => bucket.done)) };
 }
 
-/** The longest exposed time of all ranks. */
-export function longestExposed(ranks: readonly RankStep[]): number {
-  return Math.max(...ranks.map((rank) => exposed(rank).to - exposed(rank).from));
+/**
+ * Split the exposed time of a rank at the moment when the last other rank has sent its last bucket: before it, a faster link saves nothing.
+ * The clocks of the ranks start at a barrier.
+ */
+export function split(rank: RankStep, ranks: readonly RankStep[]): { from: number; sent: number; to: number; waiting: number; transfer: number } {
+  const { from, to } = exposed(rank);
+  const others = ranks.filter((other) => other !== rank).flatMap((other) => other.buckets.map((bucket) => bucket.sent));
+  const sent = Math.min(to, Math.max(from, ...others));
+  return { from, sent, to, waiting: sent - from, transfer: to - sent };
 }
 
 /** Seconds of the slowest rank. */

@@ -76,10 +76,10 @@ export interface Accumulation {
   micro_sizes: number[];
   model: string;
   num_parameters: number;
-  ways: Way[];
+  ways: StepVariant[];
 }
 
-export interface Way {
+export interface StepVariant {
   optimizer: "adamw" | "sgd";
   precision: "fp32" | "bf16";
   checkpointing: boolean;
@@ -88,26 +88,26 @@ export interface Way {
   cuts: PeakRow[];
   /** One step of one micro-batch of each size. */
   alone: PeakRow[];
-  courses: Record<string, Course>;
+  courses: Record<string, MemoryTimeline>;
 }
 
 /** Result of memory_courses. */
-export interface Courses {
+export interface MemoryTimelines {
   drawn: number[];
-  ways: Record<string, Course>[];
+  ways: Record<string, MemoryTimeline>[];
 }
 
 /** Memory over a step: values as a first one and changes; a single one does not change. */
-export interface Course {
+export interface MemoryTimeline {
   num_moments: number;
   moments: number[];
   held: number[][];
   marks: [number, string][];
 }
 
-export type Held = Partial<Record<Category, number>>;
+export type CategoryBytes = Partial<Record<Category, number>>;
 
-const FOLDED: Record<string, Category> = {
+const DRAWN_AS: Record<string, Category> = {
   weights: "weights",
   buffers: "weights",
   gradients: "gradients",
@@ -118,22 +118,22 @@ const FOLDED: Record<string, Category> = {
 };
 
 /** Bytes in the five categories that are drawn: buffers are drawn with weights, and inputs with activations. */
-export function folded(categories: readonly string[], row: readonly number[]): Held {
-  const held: Held = {};
+export function byCategory(categories: readonly string[], row: readonly number[]): CategoryBytes {
+  const held: CategoryBytes = {};
   categories.forEach((name, at) => {
-    const own = FOLDED[name];
+    const own = DRAWN_AS[name];
     const bytes = row[at] ?? 0;
     if (own && bytes) held[own] = (held[own] ?? 0) + bytes;
   });
   return held;
 }
 
-export function total(held: Held): number {
+export function total(held: CategoryBytes): number {
   return CATEGORIES.reduce((sum, name) => sum + (held[name] ?? 0), 0);
 }
 
 /** The category that holds most of the memory. */
-export function largestPart(held: Held): Category {
+export function largestPart(held: CategoryBytes): Category {
   return CATEGORIES.reduce((best, name) => ((held[name] ?? 0) > (held[best] ?? 0) ? name : best), "weights");
 }
 
@@ -145,11 +145,11 @@ export function summed(changes: readonly number[], count: number): number[] {
 }
 
 /** Return a memory course as stacked layers. */
-export function layersOf(categories: readonly string[], course: Course): { moments: number[]; layers: Record<Category, number[]> } {
+export function layersOf(categories: readonly string[], course: MemoryTimeline): { moments: number[]; layers: Record<Category, number[]> } {
   const moments = summed(course.moments, course.moments.length);
   const layers = Object.fromEntries(CATEGORIES.map((name) => [name, moments.map(() => 0)])) as Record<Category, number[]>;
   categories.forEach((name, at) => {
-    const own = FOLDED[name];
+    const own = DRAWN_AS[name];
     if (!own) return;
     summed(course.held[at] ?? [0], moments.length).forEach((bytes, place) => (layers[own][place]! += bytes));
   });

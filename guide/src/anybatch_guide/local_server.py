@@ -1,4 +1,4 @@
-"""Run a server on this machine, for anyone with the printed address, until the process is asked to stop."""
+"""Serve an application to everyone who has the printed address, until the process receives a signal."""
 
 import asyncio
 import contextlib
@@ -7,50 +7,21 @@ import socket
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from anybatch.errors import UserError
 from anybatch_guide.guard import LOOPBACK_NAMES, Admission, App
 from anybatch_guide.limits import Limits
 
 
-class Transport(Protocol):
-    """The transport of a connection in asyncio."""
-
-    def get_write_buffer_size(self) -> int:
-        """Return the number of bytes that the client has not received yet."""
-
-    def abort(self) -> None:
-        """Close the socket and drop these bytes."""
-
-
-class Exchange(Protocol):
-    """A request whose headers are complete, with its response."""
-
-    @property
-    def response_complete(self) -> bool:
-        """Whether the application has sent all of the response."""
-
-
-class Connection(Protocol):
-    """A connection in uvicorn."""
-
-    @property
-    def transport(self) -> Transport:
-        """The socket."""
-
-    @property
-    def cycle(self) -> Exchange | None:
-        """The latest request; None before the first."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """The progress of a connection: it stalls while this does not change."""
+    """The progress of a connection; the connection stalls while this value does not change."""
 
-    exchange: Exchange | None  # the latest request; None before the first
+    exchange: RequestResponseCycle | None  # the latest request; None before the first
     is_idle: bool  # whether the connection waits for a complete request
     unread_bytes: int  # bytes of the response that the client has not received
 
@@ -65,13 +36,13 @@ class StalledConnections:
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
-        self._since: dict[Connection, tuple[_Progress, float]] = {}
+        self._since: dict[H11Protocol, tuple[_Progress, float]] = {}
 
-    def close(self, connections: Collection[Connection]) -> None:
+    def close(self, connections: Collection[H11Protocol]) -> None:
         """Close the connections that have stalled for too long, and the oldest idle ones if there are too many."""
         now = self._clock()
         before, self._since = self._since, {}
-        idle: list[Connection] = []
+        idle: list[H11Protocol] = []
         for connection in tuple(connections):
             progress = _progress(connection)
             former = before.get(connection)
@@ -82,24 +53,24 @@ class StalledConnections:
                 connection.transport.abort()
             elif progress.is_idle:
                 idle.append(connection)
-        # A client that opens connections faster than they time out must not use all of them either.
+        # Otherwise a client could use all connections by opening them faster than they time out.
         idle.sort(key=lambda connection: self._since[connection][1])
         for connection in idle[: max(0, len(idle) - self._limits.num_connections // 2)]:
             connection.transport.abort()
 
 
-def _progress(connection: Connection) -> _Progress:
+def _progress(connection: H11Protocol) -> _Progress:
     exchange, unread_bytes = connection.cycle, connection.transport.get_write_buffer_size()
     is_idle = (exchange is None or exchange.response_complete) and not unread_bytes
     return _Progress(exchange, is_idle, unread_bytes)
 
 
-_LOOK_SECONDS: Final = 0.1
+_CHECK_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Door:
-    """The address to listen on."""
+class ServerAddress:
+    """The address to listen on, the accepted host names, and the limits."""
 
     host: str = "127.0.0.1"  # address to listen on
     port: int = 0  # port to listen on; 0 for any free port
@@ -109,32 +80,32 @@ class Door:
 
 async def serve_app(
     app_for: Callable[[Admission], App],
-    door: Door,
+    address: ServerAddress,
     close_streams: Callable[[], None],
     on_listening: Callable[[str, str], None],
 ) -> None:
     """Serve an application until the process receives SIGINT or SIGTERM."""
-    sockets = _listen(door)
+    sockets = _listen(address)
     # Read from the socket, because port 0 means any free port.
     port = sockets[0].getsockname()[1]
-    names = LOOPBACK_NAMES | door.names | ({door.host} - {"0.0.0.0", "::"})  # noqa: S104 (taken out, not bound)
-    admission = Admission(port=port, hosts=names, once=secrets.token_urlsafe())
-    server = uvicorn.Server(_config(app_for(admission), door.limits))
-    shown = f"[{door.host}]" if ":" in door.host else door.host
-    on_listening(f"http://{shown}:{port}/?k={admission.secret}", f"http://{shown}:{port}/?k={admission.once}")
-    watching = asyncio.create_task(_watch(server, close_streams, StalledConnections(door.limits)))
+    names = LOOPBACK_NAMES | address.names | ({address.host} - {"0.0.0.0", "::"})  # noqa: S104 (not bound)
+    admission = Admission(port=port, hosts=names, one_time_key=secrets.token_urlsafe())
+    server = uvicorn.Server(_config(app_for(admission), address.limits))
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    on_listening(f"http://{host}:{port}/?k={admission.secret}", f"http://{host}:{port}/?k={admission.one_time_key}")
+    watch_task = asyncio.create_task(_watch(server, close_streams, StalledConnections(address.limits)))
     try:
         await server.serve(sockets=sockets)
     finally:
-        # A server that fails leaves this task waiting for a signal.
-        watching.cancel()
+        # If the server fails, this task would wait for a signal forever.
+        watch_task.cancel()
 
 
 async def _watch(server: uvicorn.Server, close_streams: Callable[[], None], stalled: StalledConnections) -> None:
     """Close stalled connections while the server runs, and all streams when it stops, because it waits for them."""
     while not server.should_exit:
-        stalled.close(cast("set[Connection]", server.server_state.connections))
-        await asyncio.sleep(_LOOK_SECONDS)  # a signal handler of the server sets `should_exit`
+        stalled.close(cast("set[H11Protocol]", server.server_state.connections))
+        await asyncio.sleep(_CHECK_SECONDS)  # a signal handler of the server sets `should_exit`
     close_streams()
 
 
@@ -154,23 +125,23 @@ def _config(app: App, limits: Limits) -> uvicorn.Config:
         proxy_headers=False,
         limit_concurrency=limits.num_connections,
         timeout_graceful_shutdown=5,
-        # Limits the headers of a request, which the guard sees only when they are complete.
+        # The size limit for headers, because the guard receives them only when they are complete.
         h11_max_incomplete_event_size=16 * 2**10,
     )
 
 
-def _listen(door: Door) -> list[socket.socket]:
-    """Return the sockets: for 127.0.0.1 also ::1, so that no other program is localhost on this port."""
-    family = socket.AF_INET6 if ":" in door.host else socket.AF_INET
+def _listen(address: ServerAddress) -> list[socket.socket]:
+    """Return listening sockets: for 127.0.0.1 also ::1, so that no other program can be `localhost` on this port."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
-        sockets = [socket.create_server((door.host, door.port), family=family)]
+        sockets = [socket.create_server((address.host, address.port), family=family)]
     except OSError as error:
         message = (
-            f"cannot listen on {door.host}, port {door.port}: {error.strerror}. "
+            f"cannot listen on {address.host}, port {address.port}: {error.strerror}. "
             "Choose another --port, or omit it for any free port."
         )
         raise UserError(message) from error
-    if door.host == "127.0.0.1":
+    if address.host == "127.0.0.1":
         with contextlib.suppress(OSError):  # a machine without IPv6
             sockets.append(socket.create_server(("::1", sockets[0].getsockname()[1]), family=socket.AF_INET6))
     return sockets

@@ -11,7 +11,7 @@ export interface Run {
   gradient_norms: (number | null)[];
   learning_rates: (number | null)[];
   relative_differences: (number | null)[];
-  /** Relative error of its first gradient, compared with the native batch; null until it is reported. */
+  /** Relative error of its first update, compared with the native batch (both with SGD at a rate of 1); null until it is reported. */
   first_gradient_difference: number | null;
   /** Peak bytes of the inspected step, by category. */
   peak: Record<string, number>;
@@ -25,7 +25,7 @@ export interface Run {
 }
 
 /** One micro-batch in detail: some of its samples, and some components of the gradient. */
-export interface MicroBatchSeen {
+export interface MicroBatchDetails {
   rank: number;
   position: number;
   num_samples: number;
@@ -51,7 +51,7 @@ export interface Opening {
   together: { effective: number; samples: number; bytes: number };
   sample_bytes: Record<Setting["task"], number>;
   ghost_samples: number;
-  first_micro_batches: MicroBatchSeen[];
+  first_micro_batches: MicroBatchDetails[];
   programs: Record<string, string>;
   examples: { setting: Setting; python: string; command: string }[];
 }
@@ -120,14 +120,14 @@ export function cut(of: Setting): string {
 
 /** Reason for refusing a setting, or null: the same rules as in guide/src/anybatch_guide/setting.py. */
 export function refusal(setting: Setting, opening: Opening): string | null {
-  const { effective: most, samples, bytes } = opening.together;
+  const { effective: maxEffective, samples, bytes } = opening.together;
   const size = effective(setting);
   if (setting.norm !== "none" && setting.task !== "shapes") return "Only shapes have a norm to choose.";
   if (setting.mistake !== "" && setting.precision !== "fp32") return "Loops with a mistake run in float32 only.";
   if (setting.mistake !== "" && (setting.ranks > 1 || setting.memory_limit_kib > 0)) return "Loops with a mistake run on one rank, without a limit.";
   if (setting.norm_policy !== "keep" && (setting.norm !== "batch" || setting.mistake !== "")) return "A policy about BatchNorm needs the engine, and BatchNorm.";
   if (setting.norm_policy === "ghost" && setting.micro_batch_size < opening.ghost_samples) return `Groups of ${opening.ghost_samples} need micro-batches of ${opening.ghost_samples} samples at least.`;
-  if (size > most) return `A step may have ${most} samples at most.`;
+  if (size > maxEffective) return `A step may have ${maxEffective} samples at most.`;
   if (size * setting.steps > samples) return "That is too much work: take fewer steps, or smaller batches.";
   if (size * opening.sample_bytes[setting.task] > bytes) return "The batch at once, which runs beside it, would take too much memory.";
   return null;
@@ -139,35 +139,35 @@ export function withTask(setting: Setting, task: Setting["task"], opening: Openi
   return { ...setting, task, norm: own.norm, norm_policy: "keep", memory_limit_kib: 0, steps: own.steps, optimizer: own.optimizer, learning_rate: own[own.optimizer] };
 }
 
-export function same(one: Setting, other: Setting): boolean {
+export function sameSetting(one: Setting, other: Setting): boolean {
   return (Object.keys(one) as (keyof Setting)[]).every((key) => one[key] === other[key]);
 }
 
 /** The recorded run nearest to a setting. The last change counts most, then mistake, optimizer, norm and split. */
-export function nearest(wish: Setting, runs: readonly Run[], changed?: keyof Setting): Run | undefined {
-  const far = (run: Run): number => {
+export function nearest(wanted: Setting, runs: readonly Run[], changed?: keyof Setting): Run | undefined {
+  const distance = (run: Run): number => {
     const { setting } = run;
-    const doublings = (key: "micro_batch_size" | "accumulation_steps") => Math.abs(Math.log2(setting[key] / wish[key]));
+    const doublings = (key: "micro_batch_size" | "accumulation_steps") => Math.abs(Math.log2(setting[key] / wanted[key]));
     let sum = doublings("micro_batch_size") + doublings("accumulation_steps");
-    if (setting.mistake !== wish.mistake) sum += 100;
-    if (setting.norm !== wish.norm) sum += 50;
-    if (setting.ranks !== wish.ranks) sum += 60;
-    if (setting.norm_policy !== wish.norm_policy) sum += 45;
-    if (setting.optimizer !== wish.optimizer) sum += 25;
-    if (setting.memory_limit_kib !== wish.memory_limit_kib) sum += 15 + Math.abs(Math.log2((setting.memory_limit_kib || 2 ** 20) / (wish.memory_limit_kib || 2 ** 20)));
-    if (changed && setting[changed] !== wish[changed]) sum += 1000;
+    if (setting.mistake !== wanted.mistake) sum += 100;
+    if (setting.norm !== wanted.norm) sum += 50;
+    if (setting.ranks !== wanted.ranks) sum += 60;
+    if (setting.norm_policy !== wanted.norm_policy) sum += 45;
+    if (setting.optimizer !== wanted.optimizer) sum += 25;
+    if (setting.memory_limit_kib !== wanted.memory_limit_kib) sum += 15 + Math.abs(Math.log2((setting.memory_limit_kib || 2 ** 20) / (wanted.memory_limit_kib || 2 ** 20)));
+    if (changed && setting[changed] !== wanted[changed]) sum += 1000;
     return sum;
   };
-  return runs.filter((run) => run.setting.task === wish.task).reduce<Run | undefined>((best, run) => (best === undefined || far(run) < far(best) ? run : best), undefined);
+  return runs.filter((run) => run.setting.task === wanted.task).reduce<Run | undefined>((best, run) => (best === undefined || distance(run) < distance(best) ? run : best), undefined);
 }
 
 /** Predicted peak memory without a limit: interpolated between recorded runs that differ only in their split; null with fewer than two. */
 export function predictedPeak(setting: Setting, runs: readonly Run[]): number | null {
-  const alike = ({ setting: of, peak }: Run) =>
+  const isComparable = ({ setting: of, peak }: Run) =>
     of.task === setting.task && of.optimizer === setting.optimizer && of.norm === setting.norm && of.mistake === "" && of.precision === setting.precision &&
     of.norm_policy === setting.norm_policy && of.ranks === setting.ranks && !of.memory_limit_kib &&
     of.accumulation_steps > 1 === setting.accumulation_steps > 1 && total(peak) > 0;
-  const known = new Map(runs.filter(alike).map((run) => [run.setting.micro_batch_size, total(run.peak)]));
+  const known = new Map(runs.filter(isComparable).map((run) => [run.setting.micro_batch_size, total(run.peak)]));
   const sizes = [...known.keys()].sort((a, b) => a - b);
   if (sizes.length < 2) return null;
   const above = Math.min(sizes.length - 1, Math.max(1, sizes.findIndex((size) => size >= setting.micro_batch_size) < 0 ? sizes.length - 1 : sizes.findIndex((size) => size >= setting.micro_batch_size)));
@@ -176,7 +176,7 @@ export function predictedPeak(setting: Setting, runs: readonly Run[]): number | 
   return from + ((setting.micro_batch_size - low) / (high - low)) * (to - from);
 }
 
-export interface Judgement {
+export interface RunComparison {
   kind: "none" | "same" | "drift" | "other";
   words: string;
 }
@@ -197,10 +197,10 @@ const POLICY_REASONS: Record<Setting["norm_policy"], string> = {
   freeze: "BatchNorm uses fixed running statistics",
   sync: "BatchNorm averages over one micro-batch of each rank, not over the batch",
 };
-const LATER = "the first gradient is correct; the mistake appears when a batch does not divide evenly";
+const LATER = "the first update is correct; the mistake appears when a batch does not divide evenly";
 
-/** Compare a run with the native batch by its first gradient, because rounding can grow to any difference later. */
-export function judgement(run: Run): Judgement {
+/** Compare a run with the native batch by its first update, because rounding can grow to any difference later. */
+export function compareWithNative(run: Run): RunComparison {
   const { mistake, precision, norm, norm_policy: policy } = run.setting;
   const rounding = precision === "bf16" ? 5e-2 : 1e-4;
   const first = run.first_gradient_difference;
@@ -212,7 +212,7 @@ export function judgement(run: Run): Judgement {
   }
   if (last === null || last < rounding) return { kind: "same", words: precision === "bf16" ? "the same, up to bfloat16 rounding" : "the same, up to rounding" };
   if (mistake === "drop_tail" || mistake === "mean_of_means") return { kind: "other", words: `${LATER}: ${REASONS[mistake]}` };
-  return { kind: "drift", words: "the same first gradient; training amplified later rounding" };
+  return { kind: "drift", words: "the same first update; training amplified later rounding" };
 }
 
 /** Name of the program template for a setting: the same as in guide/src/anybatch_guide/programs.py. */
@@ -242,12 +242,12 @@ export function commandLine(setting: Setting, usual: Setting): string {
 }
 
 /** The scale of a micro-batch's strips: the largest value shown. */
-export function limitOf(seen: MicroBatchSeen): number {
+export function stripLimit(seen: MicroBatchDetails): number {
   return Math.max(...seen.gradient.map(Math.abs), ...seen.sum.map(Math.abs));
 }
 
-/** Bytes by the five categories; small ones are merged with the most similar category. */
-export function inFive(peak: Record<string, number>): Partial<Record<Category, number>> {
+/** Bytes by the five categories that are drawn; small ones are merged with the most similar category. */
+export function byDrawnCategory(peak: Record<string, number>): Partial<Record<Category, number>> {
   return {
     weights: (peak["weights"] ?? 0) + (peak["buffers"] ?? 0),
     gradients: peak["gradients"] ?? 0,
@@ -262,7 +262,7 @@ export function total(peak: Record<string, number>): number {
 }
 
 /** A run that is built line by line. */
-export class Growing {
+export class RunBuilder {
   readonly run: Run;
   readonly id: string;
   made: Made | null = null;
@@ -272,8 +272,9 @@ export class Growing {
   /** Current micro-batch of the second rank. */
   second = -1;
   /** Details of the latest micro-batch of each rank, in a single-step run. */
-  seen: MicroBatchSeen[] = [];
-  #begun = 0;
+  seen: MicroBatchDetails[] = [];
+  /** Start of the current step; null if its first line was missed, as after a reload. */
+  #begun: number | null = null;
   #samples = 0;
   #seconds = 0;
   #paused = false;
@@ -329,7 +330,7 @@ export class Growing {
         run.first_gradient_difference = finite(line["relative_difference"]);
         break;
       case "guide.micro_batch": {
-        const one = line as unknown as MicroBatchSeen;
+        const one = line as unknown as MicroBatchDetails;
         this.seen = [...this.seen.filter(({ rank }) => rank !== one.rank), one].sort((a, b) => a.rank - b.rank);
         break;
       }
@@ -360,11 +361,12 @@ export class Growing {
 
   /** The first two steps are slow: one creates the optimizer state, the other is inspected. */
   #time(line: Line): void {
-    if (Number(line["step"]) > 1 && !this.#paused && !this.run.setting.memory_limit_kib) {
+    if (this.#begun !== null && Number(line["step"]) > 1 && !this.#paused && !this.run.setting.memory_limit_kib) {
       this.#samples += Number(line["num_samples"]);
       this.#seconds += Number(line["time_seconds"]) - this.#begun;
       if (this.#seconds > 0) this.run.samples_per_second = this.#samples / this.#seconds;
     }
+    this.#begun = null;
     this.#paused = false;
   }
 }

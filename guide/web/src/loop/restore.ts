@@ -3,7 +3,7 @@ import { onMount } from "svelte";
 
 import { parse, read, type Shape, type ValueOf } from "../data/address";
 
-export function restored<S extends Shape>(section: string, shape: S, fallback: ValueOf<S>, apply: (values: ValueOf<S>) => void): void {
+export function restoreFromAddress<S extends Shape>(section: string, shape: S, fallback: ValueOf<S>, apply: (values: ValueOf<S>) => void): void {
   onMount(() => {
     const take = () => {
       const asked = parse(location.hash);
