@@ -2,7 +2,7 @@
 
 For every effective batch size of a sweep, in micro-batches of 16 at most, the learning rate is tuned on a grid (by
 factors of 2). The sweep counts the steps to a fixed held-out loss: the median over seeds. Time is this number of steps
-times the seconds of the engine's step at this size; steps of all sizes are timed interleaved. `ab.advise` sees one run
+times the seconds of the engine's step at that size; steps of all sizes are timed alternately. `ab.advise` sees one run
 at a batch size of 64 and its best rate, which stops at the same loss; 64 may be the best size by chance, so `ab.advise`
 also sees a run at 512.
 
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import anybatch as ab
+from anybatch.core.gradient_noise import GradientNoise
 from anybatch.diagnostics.advise import Advice
-from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.recipes.digits import Digits
 
 SIZES, MICRO_BATCH, START = (4, 8, 16, 32, 64, 128, 256, 512), 16, 64
@@ -142,8 +142,8 @@ def batches(data: Batch, size: int, seed: int) -> Iterator[Batch]:
             yield {name: value[chosen] for name, value in data.items()}
 
 
-def steps_to_loss(task: Task, size: int, rate: float, seed: int, most_steps: int) -> int | None:
-    """Return the number of training steps, or None above the limit. Batches are native: accumulated ones are equal."""
+def steps_to_loss(task: Task, size: int, rate: float, seed: int, max_steps: int) -> int | None:
+    """Return the number of steps to the task's loss, None above `max_steps`. Accumulation would not change it."""
     torch.manual_seed(seed)
     model = task.model()
     optimizer, every = task.optimizer(model, rate), max(1, 64 // size)
@@ -159,13 +159,13 @@ def steps_to_loss(task: Task, size: int, rate: float, seed: int, most_steps: int
                 return step
             if not math.isfinite(found):
                 return None
-        if step >= most_steps:
+        if step >= max_steps:
             return None
     return None
 
 
 def best_of_rates(task: Task, size: int) -> tuple[float, float]:
-    """Return the fewest steps (median over seeds) and their rate."""
+    """Return the fewest steps to the loss (median over seeds), and the learning rate that needs them."""
     found: dict[float, float] = {}
 
     def tried(power: float) -> float:
@@ -196,7 +196,7 @@ def engine_of(task: Task, rate: float, noise: GradientNoise | None = None) -> ab
 
 
 def step_seconds(task: Task) -> dict[int, float]:
-    """Return the seconds of an engine's step by size: medians of interleaved steps."""
+    """Return the seconds of a step by batch size: medians of alternating steps."""
     engines = {size: engine_of(task, 1e-6) for size in SIZES}
     data = {size: next(batches(task.train, size, 0)) for size in SIZES}
     taken: dict[int, list[float]] = {size: [] for size in SIZES}
@@ -210,13 +210,13 @@ def step_seconds(task: Task) -> dict[int, float]:
 
 
 def advised(task: Task, size: int, rate: float, steps: int) -> Advice:
-    """Return the advice of one run at a batch size."""
+    """Return the advice of `ab.advise` after one run at a batch size."""
     engine = engine_of(task, rate, GradientNoise(every=2, decay=0.98))
     return ab.advise(engine, batches(task.train, size, 1), steps=max(40, steps))
 
 
 def swept(name: str, kept: Path | None) -> dict[int, tuple[float, float]]:
-    """Return steps and rate by size, from the file of an earlier call or counted now."""
+    """Return steps and rate by batch size, from the file of an earlier call, or counted now."""
     task = TASKS[name]()
     found = {size: report.kept(kept, f"{name}, {size}", partial(best_of_rates, task, size)) for size in SIZES}
     return {size: (steps, rate) for size, (steps, rate) in found.items()}

@@ -69,7 +69,7 @@ class InMemory:
         self.sample_ids = range(len(batch["x"]))
 
     def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
-        """Yield slices."""
+        """Yield the batch's slices."""
         del later_units
         for positions in units:
             yield {name: value[list(positions)] for name, value in self.batch.items()}
@@ -134,10 +134,10 @@ def compare(model: str, num_micro_batches: int, rounds: int) -> dict[str, list[f
 def alternated(
     steps: Mapping[str, Callable[[InMemory], object]], batch: InMemory, rounds: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of each kind of step on this rank; each runs once per round."""
+    """Return the seconds of each kind of step on this rank; each kind runs once per round."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for round_number in range(rounds + WARM_UP_ROUNDS):
-        # Each goes first equally often: a step after a longer one finds other caches and clock rates.
+        # Each kind runs first equally often: a step after a longer one finds other caches and clock rates.
         for name, step in list(steps.items())[:: -1 if round_number % 2 else 1]:
             dist.barrier()
             begin = time.perf_counter()

@@ -1,12 +1,12 @@
 """Compare the size that "auto" chooses with a search by hand, and measure the cost of the choice.
 
-Three models. "auto" settles on a size, three times, each in a new engine. Then full steps run at every size that cuts
-the batch into 1, 2, 3, 4, 6, 8, 12, 16, ... equal parts, interleaved, so that a noisy machine affects all alike. The
-best size has the shortest median step; the figure is the median, over rounds, of its step's time relative to the
-chosen size in the same round: 100% is as fast as the best. Seconds are CPU seconds of the process (one thread).
+Three models. "auto" chooses a size three times, each time in a new engine. Then full steps run at every size that cuts
+the batch into 1, 2, 3, 4, 6, 8, 12, 16, ... equal parts, alternating, so that a noisy machine affects all alike. The
+best size has the shortest median step. The figure is the time of a step at the best size relative to the chosen size,
+as a median over rounds: 100% is as fast as the best. Seconds are CPU seconds of the process (one thread).
 
-A second table compares asking the planner for the largest micro-batch (`Auto(largest=...)`) with not asking, with
-enough memory and under an enforced budget in which 60% of the batch is planned to fit as one micro-batch.
+A second table compares runs with and without a planned limit (`Auto(largest=...)`), with enough memory, and under an
+enforced budget in which by the plan 60% of the batch fit as one micro-batch.
 
     python benchmarks/auto_size.py [--only-asking] [--out benchmarks/results/NAME.md]
 """
@@ -27,7 +27,7 @@ from anybatch.core.geometry import ceil_div
 from anybatch.engine.arguments import TrainSpec
 from anybatch.engine.micro_batch_size.search import Auto
 from anybatch.planner.envelopes import find_envelopes
-from anybatch.planner.trace.step_spec import StepSpec
+from anybatch.planner.step_spec import StepSpec
 from anybatch.recipes.planning.plan import planned_largest
 from anybatch.testing import memory_budget
 
@@ -141,7 +141,7 @@ def rounds(case: Case, sizes: Sequence[int]) -> list[dict[int, float]]:
 
 
 def row(case: Case) -> str:
-    """Return a line of the table."""
+    """Return the line of a case in the first table."""
     chosen = [choose(case) for _ in range(NUM_CHOICES)]
     sizes = sorted({*sizes_of(case.num_samples), *(size for size, _ in chosen)})
     found = rounds(case, sizes)
@@ -168,7 +168,7 @@ def optimizer(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimize
 
 
 class Asked:
-    """Asks the planner, and measures the time.
+    """Asks the planner for the largest micro-batch, and measures the time.
 
     Args:
         case: the case to plan.
@@ -217,7 +217,7 @@ def settle(case: Case, asked: Asked | None, num_bytes: int | None) -> tuple[floa
 def row_of_asking(case: Case, *, enforced: bool) -> str:
     """Return a line of the second table."""
     num_bytes = planned_bytes(case, 6 * case.num_samples // 10) if enforced else None
-    own = sum(tensor.nbytes for tensor in case.batch.values())  # the plan counts two micro-batches, the batch is whole
+    own = sum(tensor.nbytes for tensor in case.batch.values())  # the plan counts two micro-batches, but this is one
     limit = None if num_bytes is None else num_bytes + own
     plain, planned, planning = [], [], []
     for _ in range(NUM_CHOICES):

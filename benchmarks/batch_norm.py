@@ -3,7 +3,7 @@
 A residual network with smooth activations and 16 BatchNorm layers learns 256 images in micro-batches of 8, in float64.
 Errors are relative, over all parameters and over all running means and variances. The function that a policy computes
 on the unsplit batch is its "own function". Time is this process's, as a ratio to interleaved native steps
-(median and quartiles). Memory is the peak of bytes that operations have made and that are alive: activations and
+(median and quartiles). Memory is the peak of the outputs of operations that have not been freed: activations and
 gradients, not parameters and inputs. It excludes the copies of "offloaded" on the host, which have their own column.
 
 torch's SyncBatchNorm does not run on CPUs: norms='sync' is the same formula, over gloo.
@@ -53,7 +53,7 @@ POLICIES: Mapping[str, Any] = {
 }
 
 
-class Living(TorchDispatchMode):
+class OutputBytes(TorchDispatchMode):
     """Counts the bytes of operations' outputs in this thread, until they are freed."""
 
     def __init__(self, tally: "Tally") -> None:
@@ -71,7 +71,7 @@ class Living(TorchDispatchMode):
 
 
 class Tally:
-    """Bytes alive in all threads, and their peak."""
+    """Bytes of outputs that have not been freed, over all threads, and their peak."""
 
     def __init__(self) -> None:
         self.peak = self._now = self.on_host = 0
@@ -98,8 +98,8 @@ class Tally:
             self._now -= size
 
     @contextmanager
-    def host_copies_apart(self) -> Iterator[None]:
-        """Count the bytes that the policy copies to the host."""
+    def host_copies_separately(self) -> Iterator[None]:
+        """Count the bytes that the policy copies to the host separately."""
         original = _HostCopy.__init__
 
         def counted(copied: _HostCopy, tensor: torch.Tensor) -> None:
@@ -119,16 +119,16 @@ def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the mean cross-entropy; count in any thread while there is a tally."""
     if not TALLIES or threading.current_thread() is threading.main_thread():
         return classify(model, batch)
-    with Living(TALLIES[-1]):
+    with OutputBytes(TALLIES[-1]):
         return classify(model, batch)
 
 
-def a_batch() -> Batch:
+def make_batch() -> Batch:
     """Return the effective batch."""
     return images(NUM_IMAGES, side=SIDE)
 
 
-def a_network() -> nn.Module:
+def new_net() -> nn.Module:
     """Return the network."""
     return network(width=8, depth=5)
 
@@ -139,12 +139,12 @@ def running(model: nn.Module) -> Tensors:
 
 
 def gradients(model: nn.Module) -> Tensors:
-    """Return the gradients."""
+    """Return copies of all gradients."""
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
 class KeepGradients(torch.optim.SGD):
-    """An identity layer that keeps its inputs."""
+    """An optimizer that keeps the gradients of its last step."""
 
     def step(self, closure: Any = None) -> None:  # noqa: ANN401
         """Keep the gradients."""
@@ -173,33 +173,33 @@ class Subject:
         return time.process_time() - begin
 
     def memory(self) -> tuple[float, float]:
-        """Return the peak of bytes alive, and the bytes copied to the host, in MiB."""
+        """Return the peak of bytes that are not freed, and the bytes copied to the host, in MiB."""
         gc.collect()
         TALLIES.append(Tally())
-        with TALLIES[-1].host_copies_apart(), Living(TALLIES[-1]):
+        with TALLIES[-1].host_copies_separately(), OutputBytes(TALLIES[-1]):
             self.step()
         tally = TALLIES.pop()
         return tally.peak / MIB, tally.on_host / MIB
 
 
 def native(model: nn.Module) -> Tensors:
-    """Run the batch un-split in plain torch."""
+    """Return the row that runs the unsplit batch in plain torch."""
     model.zero_grad()
-    classify(model, a_batch()).backward()
+    classify(model, make_batch()).backward()
     return gradients(model)
 
 
 def plain_loop(model: nn.Module) -> Tensors:
-    """Accumulate in plain torch, where every micro-batch updates the running statistics."""
+    """Return the row that accumulates in plain torch, where every micro-batch updates the running statistics."""
     model.zero_grad()
-    batch = a_batch()
+    batch = make_batch()
     for start in range(0, NUM_IMAGES, MICRO_BATCH_SIZE):
         (classify(model, cut(batch, start, start + MICRO_BATCH_SIZE)) * (MICRO_BATCH_SIZE / NUM_IMAGES)).backward()
     return gradients(model)
 
 
 def by_engine(model: nn.Module, norms: Any, size: int | None, world: ab.World | None = None) -> Subject:  # noqa: ANN401
-    """Return a row of the engine."""
+    """Return the row of the engine under a policy."""
     optimizer = KeepGradients(model.parameters())
     engine = ab.Engine(
         model,
@@ -211,7 +211,7 @@ def by_engine(model: nn.Module, norms: Any, size: int | None, world: ab.World | 
         world=world,
     )
     names = [name for name, _ in model.named_parameters()]
-    batch = a_batch()
+    batch = make_batch()
 
     def step(_: nn.Module) -> Tensors:
         size, rank = engine.world.size, engine.world.rank
@@ -224,11 +224,11 @@ def by_engine(model: nn.Module, norms: Any, size: int | None, world: ab.World | 
 def on_two_ranks(norms: str, sizes: list[int | None]) -> list[tuple[float, float, float, float]]:
     """Run on every rank: return errors, time and memory by size, relative to the native batch."""
     world = ab.World.from_environment()
-    reference = Subject(a_network(), native)
+    reference = Subject(new_net(), native)
     expected, statistics_expected = reference.step()
     rows = []
     for size in sizes:
-        subject = by_engine(a_network(), norms, size, world)
+        subject = by_engine(new_net(), norms, size, world)
         found, own = subject.step()
         errors = relative_error(found, expected), relative_error(own, statistics_expected)
         rows.append((*errors, 2 * subject.seconds() / reference.seconds(), subject.memory()[0]))
@@ -250,20 +250,20 @@ def written(error: float) -> str:
 
 
 def subjects() -> dict[str, tuple[Subject, Subject | None]]:
-    """Return each row with its own function on the unsplit batch, if that is not the native one."""
-    rows: dict[str, tuple[Subject, Subject | None]] = {"loop in plain torch": (Subject(a_network(), plain_loop), None)}
+    """Return each row, with the function that its policy computes on the unsplit batch if it is not the native one."""
+    rows: dict[str, tuple[Subject, Subject | None]] = {"loop in plain torch": (Subject(new_net(), plain_loop), None)}
     for name, norms in POLICIES.items():
-        whole = by_engine(a_network(), norms, None)
-        rows[name] = by_engine(a_network(), norms, MICRO_BATCH_SIZE), whole
-    for kind in ("group_norm", "layer_norm", "rms_norm"):
-        models = [replaced(a_network(), kind).model for _ in range(2)]
+        whole = by_engine(new_net(), norms, None)
+        rows[name] = by_engine(new_net(), norms, MICRO_BATCH_SIZE), whole
+    for kind in ("group_norm", "layer_norm"):
+        models = [replaced(new_net(), kind).model for _ in range(2)]
         rows[f"replaced by {kind}"] = by_engine(models[0], "keep", MICRO_BATCH_SIZE), Subject(models[1], native)
     return rows
 
 
 def table() -> list[str]:
     """Return the table."""
-    reference = Subject(a_network(), native)
+    reference = Subject(new_net(), native)
     expected, statistics_expected = reference.step()
     memory = reference.memory()[0]
     lines = [
@@ -311,7 +311,7 @@ def main() -> None:
     """Print the tables, and write them to a file if asked."""
     out = report.parser(__doc__).parse_args().out
     torch.set_num_threads(1)
-    num_layers = sum(isinstance(module, _BatchNorm) for module in a_network().modules())
+    num_layers = sum(isinstance(module, _BatchNorm) for module in new_net().modules())
     report.publish(
         [*table(), *table_of_ranks(), ""],
         title="BatchNorm under accumulation",

@@ -1,12 +1,12 @@
 """Ways to keep bf16 weights (copies, lower bits, nothing): how far training gets, its memory and its time.
 
 A linear model and a small transformer (text of a Markov chain) are trained by AdamW for some thousand steps at a small
-rate, the same batches each: with float32 copies of the weights, which is the reference, with the lower bits of such,
-with stochastic rounding, and as plain PyTorch does it, where each update is rounded to the nearest bf16 number. The
-error is how far a weight ends from the reference, relative to how far the reference came from the beginning.
+rate, on the same batches in four ways: with float32 copies of the weights (the reference), with the lower bits of such
+copies, with stochastic rounding, and in plain PyTorch, which rounds each update to the nearest bf16 number. The error
+is the final distance of the weights from the reference, relative to the distance that the reference has moved.
 
-Memory is allocated by a step of a wider linear stack, planned and measured; time is the time of its update, relative
-to the one with copies, interleaved.
+Memory is that of a step of a wider linear stack, planned and measured; time is the time of its update relative to the
+update with copies, alternating.
 
     python benchmarks/bf16_weights.py [--steps N] [--out benchmarks/results/NAME.md]
 """
@@ -27,8 +27,8 @@ import anybatch as ab
 from anybatch.diagnostics.memory_report import record_memory
 from anybatch.engine import bf16_weights
 from anybatch.engine.arguments import TrainSpec
-from anybatch.planner.trace.step_spec import StepSpec
-from anybatch.planner.trace.step_trace import trace_step
+from anybatch.planner.step_spec import StepSpec
+from anybatch.planner.step_trace import trace_step
 
 Batch = dict[str, torch.Tensor]
 WAYS = {"float32 copies": "copied", "split": "split", "stochastic": "stochastic", "plain bf16": ""}
@@ -106,7 +106,7 @@ def adamw(rate: float, named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
 
 
 def trained(task: str, way: str, num_steps: int) -> tuple[nn.Module, nn.Module, float]:
-    """Return the model before and after training, and its loss over fresh samples."""
+    """Return the model before and after training, and its loss over new samples."""
     make, loss, drawn, rate = TASKS[task]
     torch.manual_seed(0)
     model = make().bfloat16()
@@ -123,7 +123,7 @@ def trained(task: str, way: str, num_steps: int) -> tuple[nn.Module, nn.Module, 
     return before, model, statistics.mean(losses)
 
 
-def off(one: nn.Module, other: nn.Module) -> float:
+def weight_distance(one: nn.Module, other: nn.Module) -> float:
     """Return the distance of two models' weights."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return sum((a.double() - b.double()).square().sum().item() for a, b in pairs) ** 0.5
@@ -136,7 +136,7 @@ def rows_of_training(num_steps: int) -> list[str]:
         runs = {name: trained(task, way, num_steps) for name, way in WAYS.items()}
         start, reference, _ = runs["float32 copies"]
         for name, (_, model, loss) in runs.items():
-            error = off(model, reference) / off(start, reference)
+            error = weight_distance(model, reference) / weight_distance(start, reference)
             rows.append(f"| {task} | {name} | {loss:.4f} | {100 * error:.1f}% |")
             print(rows[-1], flush=True)
     return rows
@@ -148,7 +148,7 @@ def stack() -> nn.Module:
 
 
 def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Return a mean over samples."""
+    """Return the mean square of the outputs over samples."""
     return model(batch).float().square().mean()
 
 
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000, help="of each training (default: 3000)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    # Pieces in proportion to the update of a model with some billion weights.
+    # Update pieces in the proportion of a model with some billion weights.
     bf16_weights.PIECE_BYTES = 1 << 22
     report.publish(
         [*rows_of_training(options.steps), "", *rows_of_memory()],

@@ -1,7 +1,7 @@
-"""Which bucket size is fastest at several link speeds, and is the usual advice of 25 to 50 MB right?
+"""Which bucket size is fastest at several link speeds, and is the common advice of 25 to 50 MB right?
 
 The job of `planted_causes.py`, with layers that sleep like a device and larger gradients, on two hosts with links of
-several rates; `anybatch scale` tries its default sizes and the model's own in one process, interleaved.
+several rates; `anybatch scale` tries its default sizes and those for the model in one process, alternately.
 
     python benchmarks/bucket_sizes.py [--out benchmarks/results/NAME.md]
 """

@@ -1,7 +1,7 @@
-"""The cost of a wrong loss: the recipe `contrastive`, exact and with each micro-batch's own loss, on held-out images.
+"""The cost of a wrong loss: the recipe `contrastive` with the exact loss and with a loss per micro-batch.
 
-The naive loop computes the loss of each micro-batch separately, as accumulation in other trainers does: each half is
-contrasted with its own micro-batch only. Data, order, model and optimizer are the same.
+The naive loop computes the loss of each micro-batch separately, as accumulation in other trainers does: each half image
+is contrasted with its micro-batch only. Data, order, model and optimizer are the same. Accuracy is on held-out images.
 
     python benchmarks/contrastive.py [--out benchmarks/results/NAME.md]
 """
@@ -22,7 +22,7 @@ SEEDS = (0, 1, 2)
 
 
 def naive_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the loss of a separate micro-batch."""
+    """Return the loss of a micro-batch without the rest of the batch."""
     return loss(model, encode(model, batch))
 
 

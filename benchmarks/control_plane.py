@@ -1,11 +1,11 @@
-"""Control messages of a step on 2 to 64 ranks, and their time: around a ring, and in rounds.
+"""Control messages of a step on 2 to 64 ranks, and their time: by a ring, and in log2 N rounds.
 
-Gloo's own sum and gather go around a ring, as the control plane once did; its rounds are the messages of
-core/collectives.py. Both alternate in one run. Three tables. Of ranks on this machine: the control group's messages
-in a step, with a loss that counts samples and with one whose counts need the data; seconds of a sum, of a gather and of
-a step of a tiny model. All ranks share the cores, so these seconds are processor time, in proportion to
-all ranks' messages. Of hosts that are network namespaces with 5 ms between them: seconds of both, against the formulas
-of core/collectives.py. And the model at 1,000 ranks, each with one core.
+Gloo's own gather uses a ring; the control plane uses the rounds of core/collectives.py. Both alternate in one run.
+Table 1, ranks on this machine: messages of the control group in a step, for a loss that counts samples and for a loss
+whose counts need the data; seconds of a gather, and of a step of a tiny model. All ranks share the cores, so these
+seconds are processor time, in proportion to the messages of all ranks. Table 2, hosts (network namespaces) with 5 ms
+between them: seconds of both, and the formulas of core/collectives.py. Table 3: these formulas for up to 1,000 ranks,
+each with a core.
 
     python benchmarks/control_plane.py [--ranks 2 8 32 64] [--hosts 4 8 16] [--out benchmarks/results/NAME.md]
 """
@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,10 @@ from several_hosts import environment
 from torch import nn
 
 import anybatch as ab
-from anybatch.core.collectives import Link, bruck_all_gather, doubling_all_reduce, gloo_all_reduce, sum_rounds
-from anybatch.parallel.control import ControlGroup, PendingMessage, _sum
+from anybatch.core.collectives import Link, bruck_all_gather, gather_rounds, ring_all_gather
+from anybatch.parallel.control import ControlGroup
 from anybatch.parallel.world import World
-from anybatch.planner.forecast import ControlMessages
+from anybatch.planner.forecast import control_bytes, control_seconds
 from anybatch.planner.forecast_report import CONTROL_LATENCY_SECONDS
 from anybatch.testing import RankPool
 
@@ -44,8 +43,7 @@ NUM_STEPS, NUM_TIMES = 16, 40
 WARM_UP = 3
 NUM_COUNTS, NUM_PARAMETERS = 4, 4
 LEAD_SECONDS = 0.06  # longer than it takes to reach all ranks
-NUM_ROUNDS, FREE_TAG = 32, 2**30
-SIZES = (20, 114, 1000)
+SIZES = (32, 160, 1000)
 FAST = 1e12
 NUM_RANKS = 1000
 TIMEOUT_SECONDS = 300
@@ -56,64 +54,53 @@ def rows_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.tensor(float(len(batch["x"])))
 
 
-def sum_around(group: ControlGroup, numbers: torch.Tensor) -> PendingMessage:
-    """Sum like `ControlGroup.start_sum`, around gloo's ring."""
-    work: Any = dist.all_reduce(numbers, group=group._resources.group, async_op=True)  # noqa: SLF001 (as the group does)
-    return PendingMessage(work, group._resources)  # noqa: SLF001
+class RingMessage:
+    """A gather around gloo's ring, in place of `anybatch.parallel.control.Message`."""
+
+    def __init__(self, group: ControlGroup, row: bytes) -> None:
+        self._rows = [bytearray(len(row)) for _ in range(dist.get_world_size())]
+        tensors = [torch.frombuffer(row, dtype=torch.uint8) for row in self._rows]
+        own = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+        self._work: Any = dist.all_gather(tensors, own, group=group._resources.group, async_op=True)  # noqa: SLF001
+        self.wait, self.is_completed = self._work.wait, self._work.is_completed
+
+    @property
+    def rows(self) -> list[bytes]:
+        """The rows of all ranks."""
+        return list(map(bytes, self._rows))
 
 
-def gather_around(group: ControlGroup, mine: bytes) -> list[bytearray]:
-    """Gather like `ControlGroup.gather`, around gloo's ring."""
-    rows = [bytearray(len(mine)) for _ in range(dist.get_world_size())]
-    tensors = [torch.frombuffer(row, dtype=torch.uint8) for row in rows]
-    own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    work: Any = dist.all_gather(tensors, own, group=group._resources.group, async_op=True)  # noqa: SLF001 (as the group does)
-    PendingMessage(work, group._resources).wait()  # noqa: SLF001
-    return rows
+WAYS: dict[str, Any] = {"ring": RingMessage, "rounds": ControlGroup.start}
 
 
-WAYS: dict[str, tuple[Any, Any]] = {
-    "ring": (sum_around, gather_around),
-    "rounds": (ControlGroup.start_sum, ControlGroup.gather),
-}
-
-
-def together() -> None:
-    """Return at the same moment on all ranks, which share a clock."""
+def wait_for_same_moment() -> None:
+    """Wait, so that all ranks (which share a clock) return at the same moment."""
     moment = torch.tensor([time.monotonic() + LEAD_SECONDS], dtype=torch.float64)
     dist.broadcast(moment, 0)
     time.sleep(max(0.0, moment.item() - time.monotonic()))
 
 
-def in_turns(act: Callable[[], object], num_times: int) -> dict[str, list[float]]:
-    """Time both ways interleaved, each first equally often; all ranks begin together."""
+def alternated(act: Callable[[], object], num_times: int) -> dict[str, list[float]]:
+    """Time both ways alternately, each one first equally often; all ranks begin together."""
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(num_times + WARM_UP):
         for way in list(WAYS)[:: -1 if number % 2 else 1]:
-            ControlGroup.start_sum, ControlGroup.gather = WAYS[way]  # type: ignore[method-assign]
-            together()
+            way_to_start = WAYS[way]
+            ControlGroup.start = lambda group, row, start=way_to_start: start(group, row)  # type: ignore[method-assign, misc]
+            wait_for_same_moment()
             found[way].append(timed(act))
-    ControlGroup.start_sum, ControlGroup.gather = WAYS["rounds"]  # type: ignore[method-assign]
+    ControlGroup.start = WAYS["rounds"]  # type: ignore[method-assign]
     return {way: seconds[WARM_UP:] for way, seconds in found.items()}
 
 
-def of_slowest(world: World, found: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Return the slowest rank's seconds of each time."""
+def slowest_seconds(world: World, found: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Return the slowest rank's seconds of each measurement."""
     return {way: [max(column) for column in zip(*world.gather_numbers(found[way]), strict=True)] for way in found}
 
 
-def messages(world: World, num_numbers: int, num_times: int) -> dict[str, dict[str, list[float]]]:
-    """Time sums of this many values and gathers of the same size, on the slowest rank."""
-
-    def sums() -> None:
-        pending = world.start_sum(torch.zeros(num_numbers, dtype=torch.float64))
-        assert pending is not None
-        pending.wait()
-
-    return {
-        "sum": of_slowest(world, in_turns(sums, num_times)),
-        "gather": of_slowest(world, in_turns(lambda: world.gather_numbers([0.0] * NUM_COUNTS), num_times)),
-    }
+def messages(world: World, num_bytes: int, num_times: int) -> dict[str, list[float]]:
+    """Time gathers of rows of this many bytes, on the slowest rank."""
+    return slowest_seconds(world, alternated(lambda: world.gather_numbers([0.0] * (num_bytes // 8)), num_times))
 
 
 def tiny_step(world: World, *, counts_need_data: bool) -> Callable[[], object]:
@@ -126,26 +113,18 @@ def tiny_step(world: World, *, counts_need_data: bool) -> Callable[[], object]:
     return lambda: engine.step(batch)
 
 
-def of_a_rank(*, counts_need_data: bool) -> dict[str, Any]:
-    """Run on every rank: return messages of a step, and seconds of a sum, a gather and a step, of both ways."""
+def measure_rank(*, counts_need_data: bool) -> dict[str, Any]:
+    """Run on every rank: return the messages of a step, and seconds of a gather and a step, of both ways."""
     torch.set_num_threads(1)
     with World.from_environment() as world:
         step = tiny_step(world, counts_need_data=counts_need_data)
-        steps = of_slowest(world, in_turns(step, NUM_STEPS))
-        seen: list[tuple[str, int]] = []
-        start_sum, gather = WAYS["rounds"]
-        ControlGroup.start_sum = lambda group, numbers: (
-            seen.append(("sum", numbers.nbytes)) or start_sum(group, numbers)
-        )  # type: ignore[method-assign, func-returns-value]
-        ControlGroup.gather = lambda group, mine: seen.append(("gather", len(mine))) or gather(group, mine)  # type: ignore[method-assign, func-returns-value]
+        steps = slowest_seconds(world, alternated(step, NUM_STEPS))
+        seen: list[int] = []
+        start = WAYS["rounds"]
+        ControlGroup.start = lambda group, row: seen.append(len(row)) or start(group, row)  # type: ignore[method-assign, func-returns-value]
         step()
-        ControlGroup.start_sum, ControlGroup.gather = WAYS["rounds"]  # type: ignore[method-assign]
-        size = next(num_bytes for kind, num_bytes in seen if kind == "sum")
-        return {
-            "seen": seen,
-            "step": steps,
-            **messages(world, size // 8, NUM_TIMES),
-        }
+        ControlGroup.start = start  # type: ignore[method-assign]
+        return {"seen": seen, "step": steps, "gather": messages(world, seen[-1], NUM_TIMES)}
 
 
 def timed(function: Callable[[], object]) -> float:
@@ -166,7 +145,7 @@ def both(found: dict[str, list[float]]) -> str:
 
 def on_this_machine(sizes: list[int]) -> list[str]:
     """Return the table of ranks on this machine."""
-    columns = [f"{what}, {way}" for what in ("sum", "gather", "step") for way in WAYS]
+    columns = [f"{what}, {way}" for what in ("gather", "step") for way in WAYS]
     lines = [
         f"| ranks | counts need data | messages of a rank's step | bytes | of all ranks | {' | '.join(columns)} |",
         f"|--:|---|---|--:|--:|{'--:|' * len(columns)}",
@@ -175,22 +154,22 @@ def on_this_machine(sizes: list[int]) -> list[str]:
         for needs in (False, True):
             with RankPool(num_ranks, timeout_seconds=TIMEOUT_SECONDS) as pool:
                 found = pool.run(_with_counts if needs else _without_counts)[0]
-            control = ControlMessages.of(NUM_PARAMETERS, counts_need_data=needs)
+            num_messages = num_ranks * len(gather_rounds(0, num_ranks)) * (2 if needs else 1)
             lines.append(
-                f"| {num_ranks} | {'yes' if needs else 'no'} | {', '.join(kind for kind, _ in found['seen'])} | "
-                f"{sum(size for _, size in found['seen'])} | {control.messages(num_ranks)} | {both(found['sum'])} | "
-                f"{both(found['gather'])} | {both(found['step'])} |"
+                f"| {num_ranks} | {'yes' if needs else 'no'} | {len(found['seen'])} | "
+                f"{sum(found['seen'])} | {num_messages} | {both(found['gather'])} | "
+                f"{both(found['step'])} |"
             )
             print(lines[-1], flush=True)
     return lines
 
 
 def _with_counts() -> object:
-    return of_a_rank(counts_need_data=True)
+    return measure_rank(counts_need_data=True)
 
 
 def _without_counts() -> object:
-    return of_a_rank(counts_need_data=False)
+    return measure_rank(counts_need_data=False)
 
 
 def on_a_host(out: Path) -> None:
@@ -200,32 +179,10 @@ def on_a_host(out: Path) -> None:
         found: dict[Any, Any] = {size: messages(world, size, NUM_STEPS) for size in SIZES}
         for needs in (False, True):
             name = "step, counts need data" if needs else "step"
-            found[name] = of_slowest(world, in_turns(tiny_step(world, counts_need_data=needs), NUM_STEPS))
-        if world.size == 2:
-            found["round"] = a_round(world)
+            found[name] = slowest_seconds(world, alternated(tiny_step(world, counts_need_data=needs), NUM_STEPS))
         if world.rank == 0:
             out.write_text(json.dumps(found))
         world.gather_numbers([0.0])
-
-
-def a_round(world: World) -> list[float]:
-    """Return the seconds of one round in a series: its processor and network time."""
-    group = world._control._resources.group  # type: ignore[union-attr]  # noqa: SLF001
-    rounds, numbers = sum_rounds(world.rank, 2) * NUM_ROUNDS, torch.zeros(SIZES[1])
-    limit = timedelta(seconds=TIMEOUT_SECONDS)
-    found = []
-    for number in range(NUM_TIMES):
-        together()
-        found.append(timed(lambda tag=number: _sum(group, rounds, numbers, FREE_TAG + tag, limit)) / NUM_ROUNDS)  # type: ignore[misc]
-    return found[WARM_UP:]
-
-
-def of_a_round() -> list[str]:
-    """Return the seconds of a round between two hosts without delay."""
-    seconds = from_hosts(2, 0.0)["round"]
-    lower, median, upper = (1e6 * one for one in statistics.quantiles(seconds))
-    said = "A round between two hosts without latency, in a row of many, on two cores"
-    return [f"{said}: {median:.0f} us ({lower:.0f} to {upper:.0f})."]
 
 
 def from_hosts(num_hosts: int, latency: float) -> dict[str, Any]:
@@ -245,7 +202,7 @@ def from_hosts(num_hosts: int, latency: float) -> dict[str, Any]:
 
 
 def on_hosts(numbers: list[int], latency: float) -> list[str]:
-    """Return the table of hosts that are far from each other."""
+    """Return the table of hosts with a latency between them."""
     lines = [
         "| hosts | message | ring | rounds | ring, forecast | rounds, forecast | error | latencies |",
         "|--:|---|--:|--:|--:|--:|--:|--:|",
@@ -254,42 +211,32 @@ def on_hosts(numbers: list[int], latency: float) -> list[str]:
     for num_hosts in numbers:
         found = from_hosts(num_hosts, latency)
         for size in map(str, SIZES):
-            by_kind = found[size]
-            rows = {f"sum of {size}": by_kind["sum"]}
-            said = {f"sum of {size}": (gloo_all_reduce(8 * int(size), num_hosts, link, item_bytes=8),)}
-            said[f"sum of {size}"] += (doubling_all_reduce(8 * int(size), num_hosts, link),)
-            if size == str(SIZES[0]):
-                rows[f"gather of {NUM_COUNTS}"] = by_kind["gather"]
-                said[f"gather of {NUM_COUNTS}"] = (
-                    2 * (num_hosts - 1) * latency,
-                    bruck_all_gather(8 * NUM_COUNTS * num_hosts, num_hosts, link),
-                )
-            for name, seconds in rows.items():
-                median = statistics.median(seconds["rounds"])
-                ring, rounds = said[name]
-                lines.append(
-                    f"| {num_hosts} | {name} | {both(seconds)} | {1000 * ring:.0f} | {1000 * rounds:.0f} | "
-                    f"{rounds / median - 1:+.0%} | {median / max(latency, 1e-6):.1f} |"
-                )
-                print(lines[-1], flush=True)
+            median = statistics.median(found[size]["rounds"])
+            ring = ring_all_gather(int(size) * num_hosts, num_hosts, link)
+            rounds = bruck_all_gather(int(size) * num_hosts, num_hosts, link)
+            lines.append(
+                f"| {num_hosts} | {size} bytes | {both(found[size])} | {1000 * ring:.0f} | {1000 * rounds:.0f} | "
+                f"{rounds / median - 1:+.0%} | {median / max(latency, 1e-6):.1f} |"
+            )
+            print(lines[-1], flush=True)
         for name in ("step", "step, counts need data"):
             lines.append(f"| {num_hosts} | {name} | {both(found[name])} | | | | |")
             print(lines[-1], flush=True)
     return lines
 
 
-def of_the_model() -> list[str]:
-    """Return the model's prediction for many ranks."""
+def predicted_table() -> list[str]:
+    """Return the table of predictions for many ranks."""
     link = Link(CONTROL_LATENCY_SECONDS, 1.25e9)
     lines = [
-        "| ranks | parameters | sum at the end of a step | gather of counts | both, of 200 ms | sum around a ring |",
+        "| ranks | parameters | at the end of a step | counts | both, of 200 ms | first around a ring |",
         "|--:|--:|--:|--:|--:|--:|",
     ]
     for num_ranks in (64, 256, NUM_RANKS, 10 * NUM_RANKS):
         for num_parameters in (100, 500):
-            control = ControlMessages.of(num_parameters, counts_need_data=True)
-            agreed, counted = control.agreement_seconds(num_ranks, link), control.count_seconds(num_ranks, link)
-            ring = gloo_all_reduce(control.agreement_bytes, num_ranks, link, item_bytes=8)
+            sizes = control_bytes(num_parameters, counts_need_data=True)
+            counted, agreed = (control_seconds(size, num_ranks, link) for size in sizes)
+            ring = ring_all_gather(sizes[1] * num_ranks, num_ranks, link)
             lines.append(
                 f"| {num_ranks:,} | {num_parameters} | {1000 * agreed:.2f} ms | {1000 * counted:.2f} ms | "
                 f"{(agreed + counted) / 0.2:.2%} | {1000 * ring:.1f} ms |"
@@ -309,7 +256,7 @@ def main() -> None:
         on_a_host(given.rank_writes)
         return
     lines = [
-        "Milliseconds, medians with quartiles; ring: as gloo sums and gathers; rounds: as the control plane does.",
+        "Milliseconds, medians with quartiles; ring: as gloo gathers; rounds: as the control plane does.",
         "Ranks on this machine, which share its cores; messages of all ranks by rounds:",
         "",
         *on_this_machine(given.ranks),
@@ -318,11 +265,9 @@ def main() -> None:
         "",
         *on_hosts(given.hosts, given.latency),
         "",
-        *of_a_round(),
-        "",
         f"The model, {1e6 * CONTROL_LATENCY_SECONDS:g} us from rank to rank:",
         "",
-        *of_the_model(),
+        *predicted_table(),
     ]
     report.publish(
         lines,

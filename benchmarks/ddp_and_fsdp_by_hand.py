@@ -3,8 +3,8 @@
 Steps alternate within one run, on the same model and data: a loop written by hand and the engine, under DDP (no_sync
 until the last micro-batch, no search for unused parameters) and under FSDP2 (`fully_shard` on each block, set to sum,
 gradients reduced in the last micro-batch or in every one). Figures are medians over rounds of the slowest rank's
-seconds, and of the ratios of neighbouring steps, with the quartiles of these. Memory is what each rank's tensors hold
-at the peak of a step, by the operations' own allocations, under DDP, all_reduce and both reductions.
+seconds, and of the ratios of neighbouring steps, with the quartiles of these ratios. Memory is the peak of each rank's
+tensors in a step, counted at each operation, under DDP, all_reduce and both kinds of FSDP2.
 
     python benchmarks/ddp_and_fsdp_by_hand.py [--out benchmarks/results/NAME.md]
 """
@@ -27,8 +27,8 @@ from anybatch.engine.arguments import TrainSpec
 from anybatch.engine.notifier import num_bytes_of
 from anybatch.parallel.ddp import DDP
 from anybatch.parallel.fsdp import FSDP
-from anybatch.planner.trace.step_spec import StepSpec
-from anybatch.planner.trace.step_trace import trace_step
+from anybatch.planner.step_spec import StepSpec
+from anybatch.planner.step_trace import trace_step
 from anybatch.testing import RankPool
 
 WIDTH, NUM_BLOCKS, SIZE = 512, 8, 8
@@ -45,7 +45,7 @@ class Block(nn.Module):
         self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the input and the layers' output."""
+        """Return the input plus the layers' output."""
         out: torch.Tensor = hidden + self.narrow(functional.gelu(self.wide(self.norm(hidden))))
         return out
 
@@ -149,8 +149,8 @@ def resident_and_peak(kind: str) -> tuple[int, int]:
     batch = batch_of(2)
     for _ in range(2):
         engine.step(batch)
-    # The counts of the engine's own report.
-    resident = sum(map(num_bytes_of, engine._parts.resident_tensors().values()))  # noqa: SLF001
+    # The engine's report counts these too.
+    resident = sum(map(num_bytes_of, engine.resident_tensors().values()))
     if kind == "ddp":  # its buckets are created in the first steps, and are not in any tensor list
         resident += sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
     # A single step: gloo's threads free memory without a record, which would add up.

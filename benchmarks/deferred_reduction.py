@@ -1,4 +1,4 @@
-"""A step of 8 micro-batches on two hosts, reduced once or in each of them, and the bytes on the link.
+"""A step of 8 micro-batches on two hosts, reduced once or once per micro-batch: seconds, and bytes on the link.
 
 Two hosts, which are network namespaces of this machine (`tests/hosts.py`; root, iproute2), with links of 1 Gbit/s
 and 1 ms, run one rank each. Three kinds of step alternate in one run: DDP by hand with no_sync until the last
@@ -24,12 +24,12 @@ from typing import Any
 import report
 import torch
 from all_reduce_against_ddp import InMemory, loss
+from lines_by_hand import ddp_accumulated, ddp_without_no_sync
 from several_hosts import environment
 from torch import nn
 from torch.nn import functional
 
 import anybatch as ab
-from anybatch.diagnostics.compared_ways import ddp_accumulated, ddp_without_no_sync
 from anybatch.parallel.world import World
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the hosts come from the tests
@@ -51,17 +51,17 @@ def model() -> nn.Sequential:
 
 
 def batch(num_samples: int) -> InMemory:
-    """Return samples."""
+    """Return a batch of random samples."""
     torch.manual_seed(1)
     return InMemory({"x": torch.randn(num_samples, 16), "y": torch.randint(0, 10, (num_samples,))})
 
 
-def carried() -> int:
+def link_bytes() -> int:
     """Return the bytes that this host has sent and received."""
     return sum(int((COUNTERS / name).read_text()) for name in ("tx_bytes", "rx_bytes"))
 
 
-class Taken:
+class StepMeasurements:
     """Seconds and bytes of each step."""
 
     def __init__(self, world: World) -> None:
@@ -71,19 +71,19 @@ class Taken:
         self.num_bytes: list[int] = []
 
     def begin(self) -> None:
-        """Begin a step, on both hosts together."""
+        """Begin to measure a step, on both hosts together."""
         self._world.gather_numbers([0.0])
-        self._begun, self._before = time.perf_counter(), carried()
+        self._begun, self._before = time.perf_counter(), link_bytes()
 
     def end(self) -> None:
-        """End it."""
+        """End the measurement of a step."""
         self.seconds.append(time.perf_counter() - self._begun)
-        self.num_bytes.append(carried() - self._before)
+        self.num_bytes.append(link_bytes() - self._before)
 
 
-def by_engine(world: World, whole: InMemory) -> tuple[Taken, Callable[[], None]]:
+def by_engine(world: World, whole: InMemory) -> tuple[StepMeasurements, Callable[[], None]]:
     """Return the measurements of the engine's steps, and a function that runs a step."""
-    taken, net = Taken(world), model()
+    taken, net = StepMeasurements(world), model()
     engine = ab.Engine(
         net,
         torch.optim.SGD(net.parameters(), lr=1e-3),
@@ -102,9 +102,9 @@ def by_engine(world: World, whole: InMemory) -> tuple[Taken, Callable[[], None]]
     return taken, step
 
 
-def by_hand(world: World, whole: InMemory, loop: Callable[..., None]) -> tuple[Taken, Callable[[], None]]:
+def by_hand(world: World, whole: InMemory, loop: Callable[..., None]) -> tuple[StepMeasurements, Callable[[], None]]:
     """Return the measurements of a loop's steps, and a function that runs a step in the loop's thread."""
-    taken = Taken(world)
+    taken = StepMeasurements(world)
     own = slice(world.rank * STEPS * SIZE, (world.rank + 1) * STEPS * SIZE)
     pieces = [
         {"x": x, "y": y}
@@ -157,7 +157,7 @@ def measure(rounds: int, out: Path) -> None:
 
 
 def main() -> None:
-    """Run it, and print the table."""
+    """Run the measurement on two hosts, and print the table."""
     parser = report.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--rank-writes", type=Path, help="of a rank that this program has started")

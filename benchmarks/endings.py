@@ -87,14 +87,14 @@ ON_RANK_1 = "if os.environ['RANK'] == '1': "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A way to end.
+    """An event that ends a program.
 
     Attributes:
         in_step: function that a rank calls before a randomly drawn step, under `torchrun` and `rank_0`.
-        fault: the same of `tests.cli.small`, under `local`; None: it does not exist there.
+        fault: the same fault in `tests.cli.small`, under `local`; None if it cannot happen there.
         last: function that a rank calls after its last step.
-        signals: who gets which signal from outside ("ranks", "rank 1" or "launcher"), at a moment that is drawn.
-        most_delay_seconds: the latest moment.
+        signals: signals from outside to "ranks", "rank 1" or "launcher", at a random moment.
+        max_delay_seconds: the latest moment.
         statuses: the right exit statuses of rank 0 and rank 1.
         local_statuses: the right exit statuses of `anybatch train`.
     """
@@ -103,7 +103,7 @@ class Event:
     fault: str | None = ""
     last: str = CLOSED
     signals: tuple[str, signal.Signals] | None = None
-    most_delay_seconds: float = 1.5
+    max_delay_seconds: float = 1.5
     statuses: tuple[tuple[int, ...], tuple[int, ...]]
     local_statuses: tuple[int, ...] = ()
 
@@ -142,7 +142,7 @@ EVENTS = {
     ),
     "killed while starting": Event(
         signals=("rank 1", signal.SIGKILL),
-        most_delay_seconds=0.3,
+        max_delay_seconds=0.3,
         last="",
         statuses=((0, 1, -15), (0, 1, -9)),
         local_statuses=(-9, 6, 0),
@@ -155,8 +155,8 @@ class Outcome:
     """The outcome of one ending.
 
     Attributes:
-        faults: all faults, in words that can be counted.
-        seconds: from the first process to the last one's end.
+        faults: all faults, as short texts that can be counted.
+        seconds: from the start of the first process to the end of the last.
         detail: statuses and outputs.
     """
 
@@ -181,9 +181,9 @@ class Forks:
         )
         theirs.close()
 
-    def start(self, program: str, words: Sequence[str], variables: Mapping[str, str], folder: Path) -> int:
+    def start(self, program: str, arguments: Sequence[str], variables: Mapping[str, str], folder: Path) -> int:
         """Start a program in its own session and folder; return its process id."""
-        return int(self._ask("start", program, list(words), dict(variables), str(folder)))
+        return int(self._ask("start", program, list(arguments), dict(variables), str(folder)))
 
     def status(self, pid: int) -> int | None:
         """Return the exit status of a process, below 0 for a signal; None while it runs."""
@@ -227,12 +227,12 @@ def serve(pipe: Connection) -> str:
             pipe.send(pid)
             continue
         pipe.close()
-        program, words, variables, folder = order
-        become(words, variables, folder)
+        program, arguments, variables, folder = order
+        become(arguments, variables, folder)
         return str(program)
 
 
-def become(words: Sequence[str], variables: Mapping[str, str], folder: str) -> None:
+def become(arguments: Sequence[str], variables: Mapping[str, str], folder: str) -> None:
     """Turn a fork into a separate process with its own session, folder, output, arguments and environment."""
     os.setsid()
     os.chdir(folder)
@@ -241,12 +241,12 @@ def become(words: Sequence[str], variables: Mapping[str, str], folder: str) -> N
         os.dup2(output, number)
     os.environ.update(variables)
     tempfile.tempdir = None
-    sys.argv = ["program", *words]
+    sys.argv = ["program", *arguments]
     sys.path.insert(0, str(ROOT))
 
 
-def in_sessions(sessions: Sequence[int]) -> list[int]:
-    """Return the living processes of some sessions."""
+def processes_of(sessions: Sequence[int]) -> list[int]:
+    """Return the running processes of some sessions."""
     found = []
     for path in Path("/proc").iterdir():
         if not path.name.isdigit():
@@ -272,7 +272,7 @@ class Run:
     outcome: Outcome = field(default_factory=Outcome)
 
     def play(self) -> Outcome:
-        """Run it, and return its faults."""
+        """Run the ending, and return its outcome."""
         begun = time.monotonic()
         temporary = self.folder / "tmp"
         temporary.mkdir()
@@ -282,7 +282,7 @@ class Run:
         if self.event.signals is not None:
             self._send(launcher, ranks)
         statuses = self._wait(launcher, ranks, begun)
-        while (left := in_sessions(started)) and time.monotonic() < begun + HANG_SECONDS:
+        while (left := processes_of(started)) and time.monotonic() < begun + HANG_SECONDS:
             time.sleep(0.05)
         self.outcome.seconds = time.monotonic() - begun
         if left:
@@ -303,8 +303,8 @@ class Run:
         if self.start == "local":
             call = self.drawn.randrange(1, LOSS_CALLS)
             variables["ANYBATCH_TEST_FAULT"] = (self.event.fault or "").format(call=call)
-            words = ["train", JOB, "--ranks", "2", "--micro-batch-size", "1", "--out", "run"]
-            return self.forks.start(LAUNCHER, words, variables, self.folder), []
+            arguments = ["train", JOB, "--ranks", "2", "--micro-batch-size", "1", "--out", "run"]
+            return self.forks.start(LAUNCHER, arguments, variables, self.folder), []
         launcher = None
         if self.start == "torchrun":
             launcher = self.forks.start(AGENT, [], variables, self.folder)
@@ -325,7 +325,7 @@ class Run:
         assert self.event.signals is not None
         whom, number = self.event.signals
         slower = 4.0 if self.start == "local" else 1.0  # its fork server imports torch first
-        time.sleep(self.drawn.uniform(0.0, slower * self.event.most_delay_seconds))
+        time.sleep(self.drawn.uniform(0.0, slower * self.event.max_delay_seconds))
         chosen: list[int | None] = [*ranks] or [launcher]
         if whom == "launcher" and launcher:
             chosen = [launcher]
@@ -411,9 +411,9 @@ def campaign(num: int, seed: int, only: str) -> list[str]:
     for (start, name), outcomes in sorted(found.items()):
         seconds = sorted(outcome.seconds for outcome in outcomes)
         faults = Counter(fault for outcome in outcomes for fault in outcome.faults)
-        words = ", ".join(f"{fault} {times}" for fault, times in faults.items()) or "0"
+        arguments = ", ".join(f"{fault} {times}" for fault, times in faults.items()) or "0"
         middle = seconds[len(seconds) // 2]
-        lines.append(f"| {start} | {name} | {len(seconds)} | {middle:.1f} | {seconds[-1]:.1f} | {words} |")
+        lines.append(f"| {start} | {name} | {len(seconds)} | {middle:.1f} | {seconds[-1]:.1f} | {arguments} |")
     total = sum(bool(outcome.faults) for outcomes in found.values() for outcome in outcomes)
     return [*lines, "", f"{num} endings, {total} with faults."]
 

@@ -1,7 +1,7 @@
 """Compare gradients with the unsplit batch: the engine's, and those from the usual hand-written loop.
 
-The loop divides each micro-batch's loss by their number and takes the mean over ranks. Errors are relative, over all
-parameters together, in float64; the engine's is the largest over its strategies and all ranks.
+The loop divides each micro-batch's loss by the number of micro-batches, and averages over ranks. Errors are relative,
+over all parameters together, in float64; the engine's error is the largest over its strategies and all ranks.
 
     python benchmarks/exactness.py [--out benchmarks/results/NAME.md]
 """

@@ -1,10 +1,10 @@
 """The cost of feeding: steps of a tiny model through `ab.batches`, relative to a plain loop on a `DataLoader`.
 
 Both load the same 16 samples per micro-batch, in 1 to 64 micro-batches per step, in the calling process or in workers.
-Three kinds of data: tensors (`TensorDataset`), a class that indexes tensors, and the same with augmentation that draws
-from torch's generator. The plain loop divides by the number of micro-batches, which is right here, and keys no random
-numbers. Loops alternate step by step; figures are medians, and the ratio is over neighboring steps. The engine does
-not measure the gradient norm, like the loop.
+Three kinds of data: tensors (`TensorDataset`), a class that indexes tensors, and such a class with augmentation by
+torch's generator. The plain loop divides by the number of micro-batches, which is right here, and does not seed random
+numbers by sample. Loops alternate step by step; figures are medians, and the ratio is over neighbouring steps. Neither
+the engine nor the loop measures the gradient norm.
 
     python benchmarks/feed.py [--out benchmarks/results/NAME.md]
 """
@@ -43,14 +43,14 @@ class Indexed(Dataset[dict[str, torch.Tensor]]):
 
 
 class Augmented(Indexed):
-    """The same, with noise."""
+    """Rows of tensors, by name, with random noise."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"x": self.x[index] + 0.1 * torch.randn(16), "y": self.y[index]}
 
 
 def tensors() -> Dataset[Any]:
-    """Return the same rows as torch's own class."""
+    """Return the rows of `Indexed` as a `TensorDataset`."""
     rows = Indexed()
     return TensorDataset(rows.x, rows.y)
 
@@ -127,7 +127,7 @@ def fed(dataset: Dataset[Any], accumulation_steps: int, num_workers: int) -> Cal
 
 
 def compare(first: Callable[[], None], second: Callable[[], None], num_steps: int) -> tuple[float, float, list[float]]:
-    """Return both medians, in seconds, and the quartiles of the ratios of neighbouring steps."""
+    """Return the median seconds of both steps, and the quartiles of the ratios of neighbouring steps."""
     seconds: tuple[list[float], list[float]] = ([], [])
     for number in range(WARM_UP_STEPS + num_steps):
         turns = ((0, first), (1, second)) if number % 2 else ((1, second), (0, first))
@@ -141,7 +141,7 @@ def compare(first: Callable[[], None], second: Callable[[], None], num_steps: in
 
 
 def main() -> None:
-    """Measure all, and print the table."""
+    """Measure all kinds of data, and print the table."""
     parser = report.parser(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1])
     given = parser.parse_args()

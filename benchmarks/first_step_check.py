@@ -2,9 +2,9 @@
 
     python benchmarks/first_step_check.py [--src FOLDER]... [--out benchmarks/results/NAME.md]
 
-Each variant runs in its own process, interleaved: without the check, then with the check of each source folder (other
-than this project's own, such as one of an earlier version). A process runs three steps; the table gives the first
-step over the median of the others, and the peak of resident memory over the one without the check.
+Variants alternate, each in a separate process: without the check, and with the check of each source folder (`--src`
+adds folders, such as one of an earlier version). A process runs three steps; the table gives the first step over the
+median of the others, and the peak of resident memory over the peak without the check.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""Changes that `--fit` proposes, made by their printed lines and run on a CPU under the memory that was planned.
+"""Changes proposed by `--fit`, made with the printed lines and run on a CPU in the planned amount of memory.
 
 Three models: a small Llama of transformers, ResNet-18 and a vision transformer of torchvision. For each change that
 runs on a CPU, and for the changes that `--fit` joins, `ab.plan` predicts the memory of a step of two micro-batches. The
 printed lines are then executed unchanged (only `lr=...` becomes a number), and two steps of the engine run with every
-tensor counted (`anybatch.testing.memory_budget`): once with as much memory as was planned, and once with 3% less, in
-which they run out, unless kernels of convolutions take as much for themselves, which no tensor shows. 8-bit state,
-4-bit weights and offloading have no kernels on a CPU, and are not here.
+tensor counted (`anybatch.testing.memory_budget`): once with as much memory as planned, and once with 3% less. With less
+they run out, unless convolution kernels use that much internally, which no tensor shows. 8-bit state and 4-bit weights
+have no kernels on a CPU, and are left out.
 
     python benchmarks/fit_on_a_cpu.py [--out benchmarks/results/NAME.md]
 
@@ -36,8 +36,6 @@ CHANGES = (
     (),
     ("fused optimizer",),
     ("checkpointing",),
-    ("checkpointing every 2nd block",),
-    ("checkpointing all but products",),
     ("fused optimizer", "checkpointing"),
     ("LoRA of rank 4",),
     ("LoRA of rank 4", "fused optimizer", "checkpointing"),
@@ -87,7 +85,7 @@ def runs(case: Case, code: str, num_bytes: int) -> bool:
     Args:
         case: the model.
         code: the lines, of which the last may create the engine.
-        num_bytes: of memory for tensors.
+        num_bytes: memory for tensors.
     """
     made: dict[str, Any] = {"model": case.make().train(), "torch": torch, "optimizer": adamw}
 

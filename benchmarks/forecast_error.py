@@ -1,10 +1,10 @@
-"""Forecasts against steps measured on hosts with several link rates and latencies, and published tables.
+"""Forecasts against steps measured on hosts with several link rates and latencies, and against published tables.
 
 Two hosts, and in some settings three, which are network namespaces of this machine (`tests/hosts.py`; root, iproute2),
 run the same engine with one rank each, under `all_reduce`. Steps of a single rank alternate with steps of all, in the
 same processes, so that other programs slow both equally. The forecast uses the single rank's times, the gradient's
-bytes and the link: as configured, and with the measured latency of a message and its answer. Gloo sums around a ring
-in segments (`gloo_all_reduce` of core/collectives.py), so that formula is compared.
+bytes and the link: as configured, and with the measured latency of a message and its answer. It uses the formula for
+gloo's all-reduce in segments around a ring (`gloo_all_reduce` of core/collectives.py).
 
     python benchmarks/forecast_error.py [--rounds 7] [--out benchmarks/results/NAME.md]
 """
@@ -80,7 +80,7 @@ def engine(world: World) -> ab.Engine:
 
 
 def batch(num_samples: int) -> InMemory:
-    """Return samples."""
+    """Return a batch of random samples."""
     torch.manual_seed(1)
     return InMemory({"x": torch.randn(num_samples, 16), "y": torch.randint(0, 10, (num_samples,))})
 
@@ -96,7 +96,7 @@ def measure(rounds: int, out: Path) -> None:
             for steps in STEPS:
                 for made, share, into in ((single, 1, alone), (both, world.size, together)):
                     given = batch(share * steps * SIZE)
-                    # All begin together, otherwise a late rank would be counted twice.
+                    # All ranks begin together, otherwise the wait for a late rank would be counted twice.
                     world.gather_numbers([0.0])
                     begun = time.perf_counter()
                     made.step(given)
@@ -116,7 +116,7 @@ def measure(rounds: int, out: Path) -> None:
 
 
 def measured(num_hosts: int, rate: int, latency: float, rounds: int) -> Measured:
-    """Run one setting."""
+    """Run one setting on hosts, and return its medians."""
     with tempfile.TemporaryDirectory() as folder, hosts(num_hosts, rate=f"{rate}mbit", latency=latency) as made:
         out = Path(folder, "found.json")
         common = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500", "WORLD_SIZE": str(len(made))}

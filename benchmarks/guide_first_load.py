@@ -1,9 +1,9 @@
 """The guide's first load: bytes before the first scroll, time until the page responds, and frame rate of a run.
 
 Each page is served compressed, to Chromium on a phone's width whose processor and network Chromium slows down, with the
-cache off. Pages alternate. "Readable" is the first drawing of the text, "alive" the moment at which the slider of the
-first screen can be moved. Frames come from a run of the playground that streams into the page, with nothing slowed
-down, and the engine on the same cores.
+cache off. Pages alternate. "Readable" is the time until the text is drawn, "alive" the time until the slider of the
+first screen can be moved. Frames are those drawn while a playground run streams into the page: nothing is slowed down,
+and the engine runs on the same cores.
 
     python benchmarks/guide_first_load.py [DIST ...] [--rounds 7] [--frames] [--out benchmarks/results/NAME.md]
 """
@@ -78,7 +78,7 @@ class Compressed(http.server.SimpleHTTPRequestHandler):
 
 @functools.cache
 def compressed(file: Path) -> bytes:
-    """Return a file compressed."""
+    """Return the compressed content of a file."""
     return gzip.compress(file.read_bytes(), 9, mtime=0)
 
 
@@ -118,7 +118,7 @@ def first_load(browser: Browser, address: str) -> dict[str, float]:
 
 
 def bytes_by_kind(session: CDPSession) -> dict[str, float]:
-    """Return a table that is filled with the bytes that arrive from now on."""
+    """Return a table of bytes by kind of content, which counts all bytes that arrive after this call."""
     found: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     addresses: dict[str, str] = {}
 

@@ -1,13 +1,13 @@
 """The cost of filling a GPU: speed, allocator retries and unused reserved memory, at 60 to 99% of its memory.
 
 One training step is run under smaller and smaller limits (`torch.cuda.set_per_process_memory_fraction`), so the work is
-the same at every fill: its peak, as measured without a limit, over the limit. Fills alternate, round by round, and
+the same at every fill (the step's peak without a limit, divided by the limit). Fills alternate, round by round, and
 each speed is compared with 60% in the same round; unused reserved memory is a share of the limit.
 Micro-batches are of one shape, or of a random width each; the allocator's segments are torch's default ones, or
 expandable, in a separate process.
 
-Without a CUDA device it prints a message and exits with status 0. `--device cpu` runs the same with a tiny model under
-a ledger of tensor memory that enforces the limit; it measures nothing, and finds mistakes in this file.
+Without a CUDA device it prints a message and exits with status 0. `--device cpu` runs a tiny model under a ledger of
+tensor memory that enforces the limit; this measures nothing, but finds mistakes in this file.
 
     python benchmarks/headroom.py [--device cpu] [--rounds 3] [--out benchmarks/results/NAME.md]
 """
@@ -62,7 +62,7 @@ class Reading:
     """Measurements of some steps under a limit.
 
     Attributes:
-        seconds: of all steps; None if they ran out of memory.
+        seconds: time of all steps; None if they ran out of memory.
         num_retries: how often the allocator freed its cache, per step.
         peak_bytes: peak of allocated memory.
         reserved_bytes: peak of reserved memory.
@@ -141,7 +141,7 @@ class Rehearsal:
                 )
                 raise torch.OutOfMemoryError(message)
 
-        with MemoryLedger(watcher=refuse) as self._ledger:
+        with MemoryLedger(on_allocation=refuse) as self._ledger:
             yield
         self._ledger.forget()
 
@@ -176,7 +176,7 @@ class Texts:
 
 
 class Model(nn.Module):
-    """A transformer that predicts its own input, as only its memory matters."""
+    """A transformer that predicts its input, since only its memory matters."""
 
     def __init__(self, scale: Scale) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """The same run on 1, 2, 3 and 4 ranks: sample ids, losses and parameters, step by step.
 
-Dropout and a random augmentation are on; the cut is the same everywhere (`deal="fixed"`). A second table compares two
-micro-batch sizes with dropout off, where the cut may differ.
+Dropout and a random augmentation are on; all runs have the same micro-batches (`deal="fixed"`). A second table compares
+two micro-batch sizes, with dropout off.
 
     python benchmarks/invariance.py [--out benchmarks/results/NAME.md]
 """

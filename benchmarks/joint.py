@@ -1,11 +1,11 @@
 """The cost and accuracy of a loss across samples: error, time and memory against the unsplit batch.
 
 Two encoders (perceptrons, averaged over a sequence) with a learnable temperature, under CLIP's loss. Three programs
-make one step each: the unsplit batch in bare PyTorch, the loop that takes each micro-batch's own loss (naive: another
-loss), and the engine with `ab.joint`.
+make one step each: the unsplit batch in bare PyTorch, a loop that computes a separate loss for each micro-batch (naive:
+a different loss), and the engine with `ab.joint`.
 
 Errors are in float64, with dropout, over 1 and 2 ranks, against one graph over all samples in which the samples of a
-micro-batch draw their dropout together, as the engine's do. Times are of this process's CPU, in float32 and without
+micro-batch draw their dropout together, as in the engine. Times are of this process's CPU, in float32 and without
 dropout (drawing numbers takes longer than the layers on a CPU), steps alternating; the figure is the median of the
 ratios of neighbours, with the quartiles. Memory is the peak of bytes kept for backwards, each storage counted once
 and parameters left out, plus the engine's outputs with their gradient.
@@ -24,7 +24,7 @@ from torch.nn import functional
 
 import anybatch as ab
 from anybatch.core.batch import LaterUnits, Placement, Positions
-from anybatch.core.randomness import unit_seed
+from anybatch.core.randomness import micro_batch_seed
 from anybatch.core.splitting import Cut
 from anybatch.testing import RankPool, relative_error
 
@@ -75,14 +75,14 @@ def pairs(dtype: torch.dtype) -> Batch:
 
 
 def cut(batch: Batch, start: int, stop: int) -> Batch:
-    """Return some samples."""
+    """Return the samples from `start` to `stop`."""
     return {name: value[start:stop] for name, value in batch.items()}
 
 
 # Error
 
 
-class Dealt:
+class InMemoryPairs:
     """The pairs as an effective batch whose samples are in memory."""
 
     sample_ids = range(NUM_SAMPLES)
@@ -107,11 +107,11 @@ def errors(sizes: list[int]) -> list[tuple[float, float]]:
         loss = ab.joint(encode, clip)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with ab.Engine(model, optimizer, loss, micro_batch_size=size, world=world) as engine:
-            gradients = engine.gradients(Dealt(batch))
+            gradients = engine.gradients(InMemoryPairs(batch))
         units = Placement(Cut(micro_batch_size=size), world.size, 0).plan(NUM_SAMPLES).units
         whole, naive = [], dict.fromkeys(gradients, torch.zeros(()))
         for unit in units:
-            torch.default_generator.manual_seed(unit_seed(0, 0, unit.start))
+            torch.default_generator.manual_seed(micro_batch_seed(0, 0, unit.start))
             vectors = encode(model, cut(batch, unit.start, unit.stop))
             whole.append(vectors)
             own = torch.autograd.grad(clip(model, vectors), list(model.parameters()), retain_graph=True)

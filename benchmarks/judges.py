@@ -19,7 +19,6 @@ import report
 import anybatch as ab
 from anybatch.diagnostics import check_loop
 from anybatch.errors import UserError
-from anybatch.recipes.load import method_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the loops and setups come from the tests
 from tests.diagnostics import published_loops
@@ -32,23 +31,20 @@ NUM_RIGHT_SETUPS = 8
 def loops_table(files: dict[str, str]) -> Iterator[str]:
     """Yield the table of loops, and the number of wrong judgments."""
     loops = {loop.__name__: (loop, *known) for loop, known in published_loops.PUBLISHED.items()}
-    for name, known in published_loops.METHODS.items():
-        owner, _, method = name.rpartition(".")
-        loops[name] = (method_of(getattr(published_loops, owner), method), *known)
     alarms = misses = refused = touched = 0
-    rows = ["| loop | rewritten from | must be found | verdict | found | written |", "|---|---|---|---|---|---|"]
+    rows = ["| loop | rewritten from | must be found | verdict | found |", "|---|---|---|---|---|"]
     for name, (loop, source, codes) in loops.items():
         try:
             found = check_loop(loop)
         except UserError as error:
             refused += 1
-            rows.append(f"| {name} | {source} | {', '.join(sorted(codes))} | refused: {str(error)[-80:]} | | |")
+            rows.append(f"| {name} | {source} | {', '.join(sorted(codes))} | refused: {str(error)[-80:]} | |")
             continue
         in_gradient = {one.code for one in found.findings if one.in_gradient}
         alarms += bool(in_gradient and not codes)
         misses += bool(codes - in_gradient)
         cells = (name, source, ", ".join(sorted(codes)) or "nothing", found.verdict, ", ".join(sorted(found.codes)))
-        rows.append(f"| {' | '.join(cells)} | {', '.join(found.written)} |")
+        rows.append(f"| {' | '.join(cells)} |")
         touched += files != contents()
     yield f"{len(loops)} loops, {sum(not codes for _, _, codes in loops.values())} of them right."
     yield f"False alarms {alarms}, misses {misses}, refused {refused}, files touched {touched}."

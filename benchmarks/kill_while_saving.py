@@ -1,6 +1,6 @@
 """A run killed while it writes a checkpoint in the background loads the old checkpoint or the new one, complete.
 
-Two ranks under `fsdp` train and save with `wait=False`; at a random moment after the folder of a save appears, all
+Two ranks under `fsdp` train and save shards; at a random moment after the folder of a save appears, all
 processes get SIGKILL together, as in a power failure. Then the newest checkpoint is loaded: it must be complete, of
 the step in its name, without skipping any.
 
@@ -35,7 +35,7 @@ def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def train(folder: str, rank: int) -> None:
-    """Train and save without waiting until the process is killed; record each save before it begins."""
+    """Train and save until the process is killed; record each save before it begins."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -53,7 +53,7 @@ def train(folder: str, rank: int) -> None:
         engine.step(batch)
         if engine.num_steps > 1 and rank == 0:
             Path(folder, "begun").write_text(str(engine.num_steps))
-        engine.save(Path(folder, "checkpoints"), wait=engine.num_steps == 1)
+        engine.save(Path(folder, "checkpoints"))
         for _ in range(3):
             engine.step(batch)
 
@@ -71,7 +71,7 @@ def killed(folder: Path, seconds: float) -> tuple[int, int, str]:
     ]
     while not ((folder / "begun").exists() and any((folder / "checkpoints").glob("*.saving"))):
         if any(run.poll() is not None for run in runs):
-            message = "a rank has ended before the first save in the background"
+            message = "a rank has ended before the second save"
             raise RuntimeError(message)
         time.sleep(0.002)
     time.sleep(seconds)

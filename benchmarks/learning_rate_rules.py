@@ -1,13 +1,13 @@
 """Which rule for the learning rate holds, and up to which batch size?
 
-Both recipes, shrunk (`small_runs.py`), with SGD and AdamW: a grid of batch sizes and learning rates, five seeds each,
-all runs of one recipe over the same number of samples. The best rate at the smallest batch is carried to the others by
-each rule, and those runs are made as well.
+Small versions of both recipes (`small_runs.py`), with SGD and AdamW: a grid of batch sizes and learning rates, five
+seeds each, where all runs of a recipe see the same number of samples. Each rule scales the best rate at the smallest
+batch size to the other batch sizes, and these runs are made as well.
 
-- *Keeps the loss*: the held-out loss does not exceed the smallest batch's, by more than chance (paired by seeds, 95%
-  of Student's t), at this and all smaller sizes.
-- *As good as tuned*: the same against the best rate of the grid at the same batch size. A rule can be as good as tuned
-  where no rate keeps the loss: there the batch is too large for the number of samples, with any rate.
+- *Keeps the loss*: the held-out loss is not significantly higher than that at the smallest batch size (paired by seeds,
+  95% of Student's t), at this and all smaller sizes.
+- *As good as tuned*: it is not significantly higher than with the best rate of the grid at the same batch size. This is
+  possible if no rate keeps the loss, because the batch is too large for the number of samples.
 
     python benchmarks/learning_rate_rules.py --runs FILE [--seconds N] [--figure FILE.png] [--out NAME.md]
 
@@ -77,7 +77,7 @@ def gained(noise_scale: float) -> Rule:
 
 
 def rules_of(optimizer: OptimizerName, noise_scale: float) -> dict[str, Rule]:
-    """Return the rules that are studied, by name."""
+    """Return the studied rules, by name."""
     common = {"none": scaled("none"), "linear": scaled("linear"), "gain of the noise": gained(noise_scale)}
     if optimizer == "SGD":
         return {**common, "sqrt": scaled("sqrt"), "linear, momentum ** kappa": scaled("linear", "samples")}
@@ -101,8 +101,8 @@ class Study:
     """One recipe with one optimizer.
 
     Args:
-        name: of the recipe.
-        optimizer: its name.
+        name: name of the recipe.
+        optimizer: name of the optimizer.
         runs: all finished runs.
     """
 
@@ -236,7 +236,7 @@ def noise_scale_of(setting: Setting, *, num_samples: int = 512) -> float:
 
 
 def draw(studies: list[Study], path: Path) -> None:
-    """Draw the heat maps, with each rule's line."""
+    """Draw the heat maps of losses, with a line for each rule."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (only where a figure is asked for)
 
     figure = Figure(figsize=(11.5, 9.5), layout="constrained")

@@ -1,13 +1,13 @@
 """Two ranks on samples of different lengths: how even their work is, and how long a step takes.
 
-The data and the model of `variable_length.py`, log-normal lengths, two ranks (gloo). Three cuts alternate in one run:
+The data and the model of `variable_length.py`, log-normal lengths, two ranks (gloo). Three ways to split alternate:
 
 - arrival order, micro-batches of 8 samples, equally many samples for each rank;
 - a separate token budget for each rank's half: equally many samples, hardly any padding, uneven work;
-- `ab.token_budget` unchanged: dealt by cost.
+- `ab.token_budget` unchanged, which balances the cost of ranks.
 
 The spread is the slowest rank's cost over the mean of both, by the cost model, over 1,000 batches on 2, 8 and 64 ranks.
-Last comes what finding the cut itself takes: the median of seven effective batches of each size.
+The last table is the time to find the split: the median of seven effective batches of each size.
 
     python benchmarks/length_balance.py [--rounds 0] [--out benchmarks/results/NAME.md]
 """
@@ -34,7 +34,7 @@ SIZE = 2 * variable_length.SIZE
 
 
 def by_halves(lengths: SampleLengths, world_size: int, cut: Cut, budget: TokenBudget) -> BatchPlan:
-    """Give each rank an equal number of samples, in order, and cut its share by length."""
+    """Give each rank an equal number of samples, in order, and split them into micro-batches by length."""
     total, order, shares, start = len(lengths.tokens), [], [], 0
     for rank in range(world_size):
         places = range(total * rank // world_size, total * (rank + 1) // world_size)
@@ -46,7 +46,7 @@ def by_halves(lengths: SampleLengths, world_size: int, cut: Cut, budget: TokenBu
             share.append(Unit(sum(map(len, shares)) + len(share), start, start + unit.num_samples))
             start += unit.num_samples
         shares.append(tuple(share))
-    return plan_of(total, tuple(shares), cut).in_order(order)
+    return plan_of(total, tuple(shares), cut, tuple(order))
 
 
 def spread(plan: Callable[..., BatchPlan], world_size: int) -> float:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from anybatch.core.loss import mean_over_samples
 from anybatch.engine.arguments import TrainSpec
-from anybatch.planner.trace.step_spec import StepSpec
+from anybatch.planner.step_spec import StepSpec
 
 Tokens = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets, both (samples, tokens)."""
@@ -81,22 +81,22 @@ class Attention(nn.Module):
         self.value = nn.Linear(shape.width, shape.num_key_heads * self.head_width, bias=False)
         self.out = nn.Linear(shape.width, shape.width, bias=False)
 
-    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         """Return (samples, tokens, width)."""
         queries, keys, values = (
             layer(x).unflatten(-1, (-1, self.head_width)) for layer in (self.query, self.key, self.value)
         )
-        queries, keys = turned(queries, turns), turned(keys, turns)
+        queries, keys = rotate(queries, angles), rotate(keys, angles)
         keys, values = (shared(part, self.num_shared) for part in (keys, values))
         heads = (part.transpose(1, 2) for part in (queries, keys, values))
         mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
         return self.out(mixed.transpose(1, 2).contiguous().flatten(2))
 
 
-def turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     """Rotate each pair of values by an angle that grows with the position."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * turns[: x.shape[1], None]).flatten(-2).type_as(x)
+    return torch.view_as_real(pairs * angles[: x.shape[1], None]).flatten(-2).type_as(x)
 
 
 def shared(x: torch.Tensor, num_shared: int) -> torch.Tensor:
@@ -105,7 +105,7 @@ def shared(x: torch.Tensor, num_shared: int) -> torch.Tensor:
 
 
 class Gated(nn.Module):
-    """Two layers, the first one gated."""
+    """A gated perceptron (SwiGLU)."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -119,21 +119,21 @@ class Gated(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer."""
+    """One transformer layer."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.before_attention, self.before_gated = Norm(shape.width), Norm(shape.width)
         self.attention, self.gated = Attention(shape), Gated(shape)
 
-    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         """Return (samples, tokens, width)."""
-        x = x + self.attention(self.before_attention(x), turns)
+        x = x + self.attention(self.before_attention(x), angles)
         return x + self.gated(self.before_gated(x))
 
 
 class Llama(nn.Module):
-    """The whole model."""
+    """The model: embedding, blocks, norm and head."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -148,13 +148,13 @@ class Llama(nn.Module):
         width = shape.width // shape.num_heads
         rates = 500_000.0 ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
         angles = torch.outer(torch.arange(shape.num_tokens, dtype=torch.float32), rates)
-        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles), persistent=False)
+        self.register_buffer("angles", torch.polar(torch.ones_like(angles), angles), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return logits (samples, tokens, vocabulary)."""
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, self.turns)
+            x = block(x, self.angles)
         return self.head(self.norm(x))
 
 

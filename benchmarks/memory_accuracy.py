@@ -1,6 +1,6 @@
 """Memory planned without data against memory allocated: the same engine and step, on a CPU.
 
-Planned: two traces without data, at micro-batch sizes 2 and 3, and the envelope through them. Allocated: the real
+Planned: two traces without data, at micro-batch sizes 2 and 3, and the extrapolation from them. Allocated: the real
 engine runs two steps under torch's profiler, which sees every allocation of the CPU allocator in every thread; the
 figure is the peak of allocated bytes during the second step. Next to it is the peak of the same run's tensors by the
 ledger; kernels allocate the rest for internal use and free it before they return. Two micro-batches a step, at sizes
@@ -29,8 +29,8 @@ import anybatch as ab
 from anybatch.engine.arguments import TrainSpec
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.trace import MemoryEnvelope, fit
-from anybatch.planner.trace.step_spec import NUM_MICRO_BATCHES, StepSpec
-from anybatch.planner.trace.step_trace import trace_step
+from anybatch.planner.step_spec import NUM_MICRO_BATCHES, StepSpec
+from anybatch.planner.step_trace import trace_step
 from anybatch.testing import RankPool
 
 MEBIBYTE = 2**20
@@ -64,10 +64,10 @@ class Language(nn.Module):
     """A language model that returns logits."""
 
     def __init__(
-        self, depth: int, width: int, *, tied: bool = False, again: bool = False, dropout: float = 0.0
+        self, depth: int, width: int, *, tied: bool = False, checkpointing: bool = False, dropout: float = 0.0
     ) -> None:
         super().__init__()
-        self.again = again
+        self.checkpointing = checkpointing
         self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(512, width)
         self.blocks = nn.ModuleList([Block(width, dropout) for _ in range(depth)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
@@ -78,7 +78,7 @@ class Language(nn.Module):
         """Return logits (samples, tokens, vocabulary)."""
         values = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
-            values = checkpoint(block, values, use_reentrant=False) if self.again else block(values)
+            values = checkpoint(block, values, use_reentrant=False) if self.checkpointing else block(values)
         logits: torch.Tensor = self.head(self.norm(values))
         return logits
 
@@ -220,9 +220,9 @@ CASES: dict[str, Case] = {
         lambda: Language(4, 256), TOKENS, text(128), options={"precision": "bf16", "average_decay": 0.99}
     ),
     "transformer M, dropout": Case(lambda: Language(4, 256, dropout=0.1), TOKENS, text(128)),
-    "transformer M, checkpointing": Case(lambda: Language(4, 256, again=True), TOKENS, text(128)),
+    "transformer M, checkpointing": Case(lambda: Language(4, 256, checkpointing=True), TOKENS, text(128)),
     "transformer M, bf16, checkpointing": Case(
-        lambda: Language(4, 256, again=True), TOKENS, text(128), options={"precision": "bf16"}
+        lambda: Language(4, 256, checkpointing=True), TOKENS, text(128), options={"precision": "bf16"}
     ),
     "transformer M, tied": Case(lambda: Language(4, 256, tied=True), TOKENS, text(128)),
     "transformer M, bf16 weights, masters": Case(lambda: Language(4, 256).bfloat16(), TOKENS, text(128)),
@@ -262,7 +262,7 @@ HEAD = (
 
 
 def planned(case: Case) -> tuple[MemoryEnvelope, float]:
-    """Return the envelope of a step, and the time to find it."""
+    """Return the planned memory of a step at any micro-batch size, and the time to plan it."""
     start = time.perf_counter()
     low, high = (trace_step(case.spec(), size).steady for size in (2, 3))
     return fit(low, 2, high, 3), time.perf_counter() - start
@@ -293,7 +293,7 @@ def allocated(name: str, size: int) -> tuple[int, int]:
         with record_function(SECOND_STEP):
             engine.step(batch)
         engine.close()
-    return allocator.most_bytes(), ledger.trace(start).peak_bytes
+    return allocator.peak_bytes(), ledger.trace(start).peak_bytes
 
 
 class AllocatorEvents:
@@ -307,17 +307,17 @@ class AllocatorEvents:
         self._run = threading.Thread.run
 
     def __enter__(self) -> Self:
-        """Begin."""
+        """Begin to record."""
         threading.Thread.run = self._watched_run()  # type: ignore[method-assign]
         self._enable()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End."""
+        """End the recording."""
         self._disable()
         threading.Thread.run = self._run  # type: ignore[method-assign]
 
-    def most_bytes(self) -> int:
+    def peak_bytes(self) -> int:
         """Return the peak of allocated bytes during the second step."""
         events = [event for record in self._records for event in record]
         first = events[0]

@@ -1,8 +1,8 @@
 """One rank misbehaves in over a hundred ways under each strategy: do all ranks end soon, with the right reason?
 
-Each case runs five steps, a save, an evaluation and a load on two or three forked gloo ranks, one of which raises,
-dies, is late, calls or builds something else, or has other data. The correct result is an end within 60 seconds with
-an error that names the cause on every rank, or the same weights on all ranks.
+Each case runs five steps, a save, an evaluation and a load on two or three forked gloo ranks. One rank raises, dies, is
+late, makes different calls, builds something different, or has different data. The correct result is an end within 60
+seconds with an error that names the cause on every rank, or the same weights on all ranks.
 
     python benchmarks/misbehaving_ranks.py [WORD ...] [--strategy NAME ...] [--jobs 2] [--out FILE]
 """

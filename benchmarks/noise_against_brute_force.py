@@ -1,10 +1,10 @@
-"""Does a run measure the true noise scale of its data? Against the gradient of every single sample.
+"""Does a run measure the true noise scale of its data? Compared with the gradients of all samples, one by one.
 
 Three models at fixed parameters (a learning rate of 0) on 1 and 2 ranks, in ragged micro-batches: a network on vectors,
-the convolutions of the recipe `digits`, and a small transformer over bytes whose targets are masked at random. Truth is
-made of the gradients of all samples, one by one; batches are drawn from these samples with replacement.
+the convolutions of the recipe `digits`, and a small transformer over bytes whose targets are masked at random. The true
+scale comes from the gradients of all samples; batches are drawn from these samples with replacement.
 
-How many steps an estimate within 10% needs is predicted from the same gradients, before anything is measured: the
+The number of steps for an estimate within 10% is predicted from the same gradients, before any run: from the
 variance of one step's estimate (the squared norm's, the variance's and their covariance, for Gaussian noise). Runs of
 this number of steps are repeated, and the root mean square of their errors should be 10%. The interval is tried on many
 short runs of a toy.
@@ -26,8 +26,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
 import anybatch as ab
-from anybatch.core.gradient_noise import NoiseEstimate, noise_interval
-from anybatch.engine.gradient_noise import GradientNoise
+from anybatch.core.gradient_noise import GradientNoise, NoiseEstimate, noise_interval
 from anybatch.recipes.digits import Digits, Network
 from anybatch.recipes.text import Transformer
 from anybatch.testing import RankPool
@@ -69,13 +68,13 @@ def drawn(data: Batch, number: int, generator: torch.Generator) -> Batch:
 
 
 def cross_entropy(model: Any, batch: Batch) -> Tensor:  # noqa: ANN401 (a module or its replacement)
-    """Return the sum over unmasked targets."""
+    """Return the sum of the cross-entropy over unmasked targets."""
     logits = model(batch["x"])
     return functional.cross_entropy(logits.flatten(0, -2), batch["y"].flatten(), ignore_index=-100, reduction="sum")
 
 
 def unmasked(batch: Batch) -> Tensor:
-    """Return the number of counting targets, by sample."""
+    """Return the number of unmasked targets of each sample."""
     return (batch["y"].flatten(1) != -100).sum(1) if batch["y"].dim() > 1 else torch.ones(len(batch["y"]))
 
 
@@ -112,7 +111,7 @@ CASES = {"network on vectors": vectors, "digits": digits, "masked text": text}
 
 @dataclass(frozen=True)
 class Truth:
-    """Squared norm, variance per sample, and the relative standard deviation of one step's noise scale."""
+    """The true squared norm, variance per sample, and relative standard deviation of one step's noise scale."""
 
     squared_norm: float
     variance: float
@@ -170,7 +169,7 @@ def engine_of(case: Case, world: ab.World | None = None) -> ab.Engine:
 
 
 def moments_of(name: str, runs: int, steps: int) -> list[Tensor]:
-    """Return the moments of each of some runs; called on every rank, with shares that differ by two thirds."""
+    """Run on every rank: return the moments of several runs, with rank shares that differ by two thirds."""
     torch.set_num_threads(1)
     world = ab.World.from_environment()
     case, found = CASES[name](), []
@@ -206,14 +205,14 @@ def row(name: str, num_ranks: int, pool: RankPool) -> str:
     needed = math.ceil((truth.of_step / 0.1) ** 2)
     steps = min(max(needed, 5), MOST_STEPS)
     runs = pool.run(moments_of, name, REPEATS, steps)[0]
-    scales = [NoiseEstimate(names=("all",), moments=one).scale for one in runs]
+    scales = [NoiseEstimate(moments=one).scale for one in runs]
     errors = [scale / truth.scale - 1.0 for scale in scales]
     root = math.sqrt(sum(error**2 for error in errors) / REPEATS)
-    whole = NoiseEstimate(names=("all",), moments=torch.stack(runs).sum(0))
+    whole = NoiseEstimate(moments=torch.stack(runs).sum(0))
     low, high = whole.interval
     within = sum(abs(error) <= 0.1 for error in errors)
-    norm = whole.squared_norms["all"] / truth.squared_norm - 1.0
-    variance = whole.variances["all"] / truth.variance - 1.0
+    norm = whole.squared_norm / truth.squared_norm - 1.0
+    variance = whole.variance / truth.variance - 1.0
     return (
         f"| {name} | {num_ranks} | {truth.scale:.0f} | {needed} | {root:.1%} | {within} of {REPEATS} | "
         f"{whole.scale:.0f} ({low:.0f} to {high:.0f}) | {whole.scale / truth.scale - 1.0:+.1%} | {norm:+.1%} | "

@@ -1,10 +1,10 @@
 """The cost of measuring gradient noise: a measured step against the same engine's step without `noise`.
 
 A transformer over bytes (the recipe `text`: 0.8 million parameters, micro-batches of 4 x 64 bytes) is the realistic
-case; the 10 million parameters of `overhead.py` under micro-batches of 4 vectors are the worst one, where a backward
+case; the 10 million parameters of `overhead.py` with micro-batches of 4 vectors are the worst case, since a backward
 hardly does more than write the gradient. Each at 1, 8 and 64 micro-batches: one micro-batch needs no measurement.
 
-Steps without, measured, preconditioned and without again alternate; the second "without" shows the effect of chance. A
+Steps without, with and again without the measurement alternate; the second "without" shows the effect of chance. A
 step in ten is measured by default, so a run costs a tenth of the ratio. Memory is the peak of tensors in a step.
 
     python benchmarks/noise_scale.py [--seconds 40] [--micro-batches 8] [--out benchmarks/results/NAME.md]
@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 import anybatch as ab
+from anybatch.core.gradient_noise import GradientNoise
 from anybatch.core.units import in_bytes
-from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.recipes.text import Transformer
 from anybatch.recipes.text import loss as text_loss
@@ -32,8 +32,6 @@ SIZE, CONTEXT = 4, 64
 SIDES: dict[str, GradientNoise | None] = {
     "without": None,
     "measured": GradientNoise(every=1),
-    "by layer": GradientNoise(every=1, by="layer"),
-    "preconditioned": GradientNoise(every=1, preconditioned=True),
     "without again": None,
 }
 Batch = dict[str, torch.Tensor]

@@ -37,10 +37,10 @@ SMALLER_FACTOR = 4
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage.
+    """A part of the measurements, with its own process.
 
     Attributes:
-        name: of its module in benchmarks/gpu/, and of its result file.
+        name: name of its module in benchmarks/gpu/, and of its result file.
         seconds: time limit on a GPU.
     """
 
@@ -64,7 +64,7 @@ def run_here(stage: str, setting: Setting, rows: Path) -> int:
     return run_checks(module.CHECKS, setting, row_writer(rows))
 
 
-def run_apart(stage: Stage, setting: Setting, rows: Path, seconds: float) -> str:
+def run_in_subprocess(stage: Stage, setting: Setting, rows: Path, seconds: float) -> str:
     """Run a stage in a separate process with a time limit, and return how it ended."""
     command = [sys.executable, __file__, "--stage", stage.name, "--rows", str(rows)]
     command += ["--device", setting.device, "--size", setting.size]
@@ -120,7 +120,7 @@ def gpu_facts(device: str) -> list[str]:
 
 
 def hardware(device: str) -> str:
-    """Return the device as a word for file names, such as "h100"."""
+    """Return the device in the form for file names, such as "h100"."""
     if device == "cpu":
         return "cpu"
     name, *_ = gpu_facts(device)
@@ -168,7 +168,7 @@ def run_stages(given: argparse.Namespace, setting: Setting) -> int:
             print(f"{stage.name}:", flush=True)
             ending = "interrupted: later rows are missing"
             try:
-                ending = run_apart(stage, setting, rows, stage.seconds * factor)
+                ending = run_in_subprocess(stage, setting, rows, stage.seconds * factor)
             finally:  # on Ctrl-C the program ends, and this stage keeps its rows
                 found = read_rows(rows)
                 path = write_tables(stage.name, found, setting, given.out, ending=ending, commit=commit)

@@ -1,11 +1,11 @@
 """Out of memory at every allocation of a step: is the result the run planned with the smaller size?
 
 A small model with convolution, BatchNorm, dropout and an extra buffer, AdamW, three steps. In the second step the
-k-th allocation fails, for every k up to the clipping; on two ranks it fails on the second one. "exact" counts the runs
-whose parameters and buffers equal, bit for bit and on every rank, the run planned with that size.
+k-th allocation fails, for every k up to the clipping; of two ranks, it fails on the second one. "exact" counts the runs
+whose parameters and buffers equal those of the run planned with that size, bit for bit and on every rank.
 
-For comparison: a plain loop that repeats the failed micro-batch and keeps the gradients, and the state after a failure
-inside the optimizer's step.
+For comparison: a plain loop that repeats only the failed micro-batch and keeps the gradients, and the state after a
+failure inside the optimizer's step.
 
     python benchmarks/out_of_memory.py [--out benchmarks/results/NAME.md]
 """
@@ -49,7 +49,7 @@ RUNS: Mapping[str, tuple[int, Run, int]] = {
 
 
 def planned(run: Run, times: int) -> Run:
-    """Return the run that starts with the size that the other one ends with."""
+    """Return the run that starts with the micro-batch size with which `run` ends."""
     sizes = HALF if times == 1 else QUARTER
     return Run(strategy=run.strategy, loss=run.loss, num_samples=run.num_samples, sizes=sizes, options=run.options)
 

@@ -2,8 +2,8 @@
 
 Two models (tiny, about 10 million parameters), 1 to 64 accumulation steps. The hand-written loop divides each loss by
 the known count, zeroes gradients to None and steps the optimizer; a second one also measures and clips the gradient
-norm, as `clip=` does. Loops alternate step by step within one run, so that a noisy machine disturbs both alike; times
-are medians, and so is the ratio, of the ratios of neighbouring steps.
+norm, as `clip=` does. Loops alternate step by step within one run, so that a noisy machine disturbs both equally. Times
+are medians, and the ratio is the median of the ratios of neighbouring steps.
 
     python benchmarks/overhead.py [--out benchmarks/results/NAME.md]
 """
@@ -26,7 +26,7 @@ Step = Callable[[Batch], object]
 
 
 def tiny() -> nn.Module:
-    """Return a model with negligible arithmetic."""
+    """Return a model that computes almost nothing."""
     return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 10))
 
 

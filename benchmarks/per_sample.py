@@ -1,8 +1,8 @@
-"""The cost of dropout masks by sample: against torch's own dropout, alone and in a model's whole step.
+"""The cost of dropout masks by sample, relative to torch's dropout: of dropout alone, and of a whole step.
 
 `F.dropout` forward and backward alone, at four sizes; then the engine's step with rng="per_sample" over one with
-rng="micro_batch", on a small transformer-like stack that drops five times. Sides alternate call by call; the figure is
-the median of the ratios of neighbours, with the quartiles.
+rng="micro_batch", on a small stack of five blocks with dropout. Both alternate call by call; the figure is the median
+of the ratios of neighbouring calls, with the quartiles.
 
     python benchmarks/per_sample.py [--out benchmarks/results/NAME.md]
 """
@@ -20,7 +20,7 @@ import anybatch as ab
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
 from anybatch.engine.accumulate import MicroBatch
-from anybatch.engine.per_sample_dropout import PerSample, SampleRandomness
+from anybatch.engine.per_sample_dropout import SampleRandomness
 from anybatch.parallel.strategy import Turn
 
 SHAPES = ((4, 64), (16, 512), (16, 128, 256), (16, 4, 256, 256))
@@ -47,7 +47,7 @@ def compare(name: str, plain: Callable[[], object], keyed: Callable[[], object],
 def alone(shape: tuple[int, ...]) -> str:
     """Return the row of one forward and backward of dropout."""
     values = torch.randn(shape, requires_grad=True)
-    randomness = SampleRandomness(PerSample(), nn.Identity(), torch.device("cpu"))
+    randomness = SampleRandomness(nn.Identity(), torch.device("cpu"))
     micro_batch = MicroBatch(Unit(0, 0, shape[0]), (), Turn(first=True, last=True), 0, BatchKey(0, 0, range(shape[0])))
 
     def both() -> None:

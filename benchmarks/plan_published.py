@@ -8,8 +8,8 @@ From torchtune's table: Llama 3.1 8B and 3.2 3B with adapters, compiled, packed 
 Plans are of eager execution, with adapters on one more matrix per block (keys). FSDP2 on 8 and 128 H100s is compared
 in `plan_sharded`.
 
-The second table splits the memory of a full fine-tuning of the same page, which sums gradients in bf16 while the engine
-does not: parts that follow from arithmetic, and parts with no known number.
+The second table splits the memory of a full fine-tuning on the same page into parts that follow from arithmetic and
+parts without a published number. That run sums gradients in bf16, and the engine does not.
 """
 
 from collections import Counter
@@ -122,7 +122,7 @@ def rows() -> Iterator[tuple[str, float, float, str]]:
             proposals=False,
             **rest,
         )
-        reserved = plan.baseline.freely_reserved_bytes or 0
+        reserved = plan.baseline.freely_reserved_bytes
         taken = reserved + CONTEXT + plan.budget.workspace_bytes
         yield f"bert-large, {name}", taken / GIBIBYTE, published * MEBIBYTE / GIBIBYTE, GUIDE
     for name, model, length, changes, gib in LLAMA:
@@ -147,7 +147,7 @@ PUBLISHED_FULL = 24.9
 def parts() -> Iterator[str]:
     """Yield the table of that recipe's memory, part by part: as published, by arithmetic, and as planned.
 
-    The published run has weights, gradients and both averages in bf16, whose bytes are known; the table shows the rest.
+    The published run has weights, gradients and both averages of Adam in bf16, whose bytes are known.
     """
     plan = ab.plan(
         "llama-3.2-3b",

@@ -1,10 +1,10 @@
 """Memory of sharded steps as planned without devices: against published figures, real ranks, and known limits.
 
 1. torchtitan's own figures for Llama 3.1 8B on H100s: 8,192 tokens, two samples per device, selective checkpointing.
-2. The engine on two and four gloo ranks on this machine, in the second step, on the rank that holds most, against what
-   `ab.plan(device="cpu:64GiB", world_size=..., strategy=...)` predicts. Two micro-batches a step. Tensors: the peak of
-   the memory ledger. Allocated: the peak of torch's CPU allocator, by its profiler;
-   apart from tensors these are the workspaces of kernels, and gloo's copies in its own thread; neither is planned.
+2. The engine on two and four gloo ranks on this machine, in the second step, on the rank with the highest peak, against
+   the prediction of `ab.plan(device="cpu:64GiB", world_size=..., strategy=...)`. Two micro-batches a step. Tensors: the
+   peak of the memory ledger. Allocated: the peak of torch's CPU allocator, by its profiler; apart from tensors these
+   are workspaces of kernels, and copies in gloo's thread; neither is planned.
 3. The fewest devices of 80 GiB that hold a step of a 70-billion-parameter model, whose weights at two bytes are 140 GB.
 
     python benchmarks/plan_sharded.py [--only-ranks] [--out benchmarks/results/NAME.md]
@@ -30,10 +30,10 @@ from anybatch.parallel.fsdp import FSDP
 from anybatch.parallel.sharding import Sharding
 from anybatch.parallel.strategy import Strategy
 from anybatch.planner.caching_allocator import replay
+from anybatch.planner.fake_ranks import recorded_resizes
 from anybatch.planner.fit import smallest_world
-from anybatch.planner.trace.fake_ranks import resizes_booked
-from anybatch.planner.trace.step_spec import NUM_MICRO_BATCHES
-from anybatch.planner.trace.step_trace import trace_step
+from anybatch.planner.step_spec import NUM_MICRO_BATCHES
+from anybatch.planner.step_trace import trace_step
 from anybatch.testing import RankPool
 
 GIBIBYTE, MEBIBYTE = 1 << 30, 1 << 20
@@ -120,7 +120,7 @@ def real_peaks(name: str, strategy: str) -> tuple[int, int]:
     gc.collect()
     ledger = MemoryLedger()
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with warnings.catch_warnings(), profiler as seen, resizes_booked(ledger), ledger:
+    with warnings.catch_warnings(), profiler as seen, recorded_resizes(ledger), ledger:
         warnings.simplefilter("ignore")  # DDP on the search for unused parameters
         torch.manual_seed(0)
         spec = case.spec()

@@ -1,15 +1,15 @@
 """The time to plan the memory of small and large models, and the planner's own memory.
 
 Each plan is made in a fresh process, from its start to its end, on one thread: two models on one device, where a plan
-traces at two micro-batch sizes, one more at the answer, and the allocator's replay; and two under FSDP2, which need
-one trace and the replay. A small Mamba comes from transformers and runs without its own kernels: its scan takes the
-tokens one after the other, so that a step has a hundred times more operations than layers would need.
+traces at two micro-batch sizes and at the answer, and replays the allocator; and two under FSDP2, which need one trace
+and the replay. A small Mamba comes from transformers and runs without its kernels: its scan takes the tokens one by
+one, so that a step has a hundred times more operations than its layers need.
 
     python benchmarks/plan_speed.py [--only WORD] [--out benchmarks/results/NAME.md]
     python benchmarks/plan_speed.py --against PATH
 
-With `--against` each plan that both versions support alternates between this checkout and another one, each with its
-own source and its own copy of this script. The comparison is of CPU seconds and of the resulting plans.
+With `--against`, plans that both versions support alternate between this checkout and another one, each with its
+source and its copy of this script. The comparison is of CPU seconds and of the resulting plans.
 """
 
 import itertools
@@ -37,14 +37,14 @@ class Case:
     """One plan.
 
     Args:
-        words: a description.
-        make: makes the plan; returns its result.
-        aim_seconds: target time.
+        description: the plan, in a few words.
+        make: function that makes the plan and returns its result.
+        target_seconds: the time that a plan should take.
     """
 
-    words: str
+    description: str
     make: Callable[[], str]
-    aim_seconds: int
+    target_seconds: int
 
 
 def on_one_device(name: str) -> str:
@@ -106,7 +106,7 @@ def sharded(name: str, checkpointing: str, world_size: int, micro_batch_size: in
     from anybatch.parallel.fsdp import FSDP  # noqa: PLC0415
     from anybatch.parallel.sharding import Sharding  # noqa: PLC0415
     from anybatch.planner.caching_allocator import replay  # noqa: PLC0415
-    from anybatch.planner.trace.step_trace import trace_step  # noqa: PLC0415
+    from anybatch.planner.step_trace import trace_step  # noqa: PLC0415
 
     shape = replace(getattr(llama, name), checkpointing=checkpointing)
     strategy = partial(FSDP, Sharding(param_dtype=torch.bfloat16), reduction="every_micro_batch")
@@ -130,7 +130,7 @@ CASES = {
 
 
 def in_this_process(name: str) -> None:
-    """Make one plan and print its cost."""
+    """Make one plan, and print its result and its cost."""
     import torch  # noqa: PLC0415
 
     torch.set_num_threads(1)
@@ -163,7 +163,7 @@ def turns(name: str, checkout: Path, num_turns: int) -> str:
     old, new = (pairs[-1][side]["said"] for side in (0, 1))
     same = "the same" if old == new else f"{new}; before {old}"
     between = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-    return f"| {CASES[name].words} | {before:.1f} | {after:.1f} | {median(ratios):.2f} | {between} | {same} |"
+    return f"| {CASES[name].description} | {before:.1f} | {after:.1f} | {median(ratios):.2f} | {between} | {same} |"
 
 
 def row(name: str) -> str:
@@ -173,8 +173,8 @@ def row(name: str) -> str:
     seconds = time.perf_counter() - begun
     case = CASES[name]
     size = found["peak_bytes"] / GIBIBYTE
-    times = f"{seconds:.1f} | {found['cpu_seconds']:.1f} | {case.aim_seconds}"
-    return f"| {case.words} | {times} | {size:.2f} | {found['said']} |"
+    times = f"{seconds:.1f} | {found['cpu_seconds']:.1f} | {case.target_seconds}"
+    return f"| {case.description} | {times} | {size:.2f} | {found['said']} |"
 
 
 def main() -> None:

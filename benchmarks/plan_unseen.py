@@ -1,4 +1,4 @@
-"""Plans of randomly drawn models from five libraries, against the memory that a CPU's allocator hands out.
+"""Plans of randomly drawn models from five libraries, against the memory that torch's CPU allocator allocates.
 
 Drawn are classifiers of torchvision and timm, model types of transformers (made small), networks of diffusers (made
 small), and models of transformers with adapters of peft; each with an optimizer and a precision. Each is planned by
@@ -6,11 +6,6 @@ small), and models of transformers with adapters of peft; each with an optimizer
 every allocation of torch's CPU allocator counted. Models that do not build or run are left out, and counted.
 
     python benchmarks/plan_unseen.py [--seed 18] [--seconds 3600] [--library NAME] [--out benchmarks/results/NAME.md]
-    python benchmarks/plan_unseen.py --times
-
-With `--times` the seconds of a step are compared instead: as predicted from a calibration of this CPU, and the median
-of five steps. Libraries alternate until the time is up. The band of unseen models
-(`UNSEEN_SPREAD`) comes from one draw (seed 21), and is judged on another (seed 22).
 
 It needs torchvision, timm, transformers, diffusers and peft; a torchvision for another build of torch will do, since
 its own operations are not used.
@@ -18,9 +13,7 @@ its own operations are not used.
 
 import dataclasses
 import gc
-import itertools
 import logging
-import math
 import random
 import time
 import warnings
@@ -37,9 +30,7 @@ from torch.profiler import record_function
 
 import anybatch as ab
 from anybatch.errors import UserError
-from anybatch.planner.calibration import measure_rates
 from anybatch.planner.plan import Plan
-from anybatch.planner.step_time import Rates
 
 MEBIBYTE = 2**20
 MICRO_BATCH, NUM_MICRO_BATCHES = 4, 2
@@ -87,7 +78,7 @@ class Drawn:
 
 
 def of_classes(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the mean cross-entropy of images."""
+    """Return the mean cross-entropy over images."""
     logits = model(batch["image"])
     return F.cross_entropy(logits if isinstance(logits, torch.Tensor) else logits[0], batch["label"])
 
@@ -292,8 +283,8 @@ def small_enough(make: Callable[[], nn.Module]) -> bool:
         return True
 
 
-def planned(one: Drawn, rates: Rates | None = None) -> Plan:
-    """Return the plan of a configuration, as a user gets it."""
+def planned(one: Drawn) -> Plan:
+    """Return the plan of a configuration, made as a user would."""
     return ab.plan(
         one.make,
         OPTIMIZERS[one.optimizer],
@@ -303,7 +294,6 @@ def planned(one: Drawn, rates: Rates | None = None) -> Plan:
         effective_batch_size=MICRO_BATCH * NUM_MICRO_BATCHES,
         micro_batch_size=MICRO_BATCH,
         precision=one.precision,  # type: ignore[arg-type]
-        rates=rates,
         proposals=False,
     )
 
@@ -333,7 +323,7 @@ def allocated(one: Drawn) -> int:
         with record_function(SECOND_STEP):
             engine.step(batch)
         engine.close()
-    return allocator.most_bytes()
+    return allocator.peak_bytes()
 
 
 def stand_in_for_missing_operations() -> None:
@@ -367,46 +357,6 @@ def row(library: str, one: Drawn) -> tuple[str, float | None, str]:
     return f"{what} {figures} | {'; '.join(plan.notes[:2])[:120]} |", error, "planned"
 
 
-def timed(seed: int, seconds: float) -> list[str]:
-    """Return the table of predicted and measured times of a step, and its summary."""
-    by_library: dict[str, list[Drawn]] = {}
-    for library, one in drawn(seed):
-        by_library.setdefault(library, []).append(one)
-    in_turn = [one for row in itertools.zip_longest(*by_library.values()) for one in row if one is not None]
-    start, ratios, lines = time.perf_counter(), [], ["| model | predicted, s | measured, s | measured / predicted |"]
-    rates = measure_rates("this CPU", time.thread_time)
-    for one in in_turn:
-        if time.perf_counter() - start > seconds:
-            break
-        try:
-            predicted = planned(one, rates).baseline.seconds
-            engine, batch = engine_of(one), one.batch(MICRO_BATCH * NUM_MICRO_BATCHES)
-            engine.step(batch)
-            taken = sorted(_seconds_of(engine, batch) for _ in range(5))[2]
-        except Exception:  # noqa: BLE001, S112 (not planned, or does not run: the other table has it)
-            continue
-        if predicted is not None:
-            ratios.append(taken / predicted.total)
-            lines.append(f"| {one.name} ({one.precision}) | {predicted.total:.3f} | {taken:.3f} | {ratios[-1]:.2f} |")
-            print(lines[-1], flush=True)
-    off = sorted(max(one, 1 / one) for one in ratios)
-    inside = sum(rates.band[0] <= one <= rates.band[1] for one in ratios)
-    band = f"{inside} of {len(ratios)} within the band of {rates.band[0]:.2f} to {rates.band[1]:.2f}"
-    said = f"{band}; off by a factor of {off[len(off) // 2]:.2f} in the middle, {off[-1]:.2f} at most."
-    # The rank of conformal prediction: nine in ten further models drawn alike are below.
-    rank = math.ceil(0.9 * (len(off) + 1))
-    if rank <= len(off):
-        said += f" The {rank}th of {len(off)} factors, below which nine in ten further models lie: {off[rank - 1]:.2f}."
-    return [said, "", lines[0], "|---|--:|--:|--:|", *lines[1:]]
-
-
-def _seconds_of(engine: ab.Engine, batch: Batch) -> float:
-    # CPU time of this thread, as other programs use the machine.
-    start = time.thread_time()
-    engine.step(batch)
-    return time.thread_time() - start
-
-
 def summary(errors: list[float], counts: dict[str, int]) -> list[str]:
     """Return the summary of the table."""
     sizes = sorted(map(abs, errors))
@@ -425,21 +375,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=18, help="of the draw (default: 18)")
     parser.add_argument("--seconds", type=float, default=3600, help="begin no more after so long (default: 3600)")
     parser.add_argument("--library", default="", help="draw from this one only")
-    parser.add_argument("--times", action="store_true", help="compare times of a step instead of memory")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     stand_in_for_missing_operations()
-    if options.times:
-        report.publish(
-            timed(options.seed, options.seconds),
-            title="Steps of models that nobody chose: time as planned, and as measured",
-            command=f"python benchmarks/plan_unseen.py --times --seed {options.seed} --seconds {options.seconds:g}",
-            setting=f"{NUM_MICRO_BATCHES} micro-batches of {MICRO_BATCH}, 1 thread, a CPU that was measured before",
-            out=options.out,
-        )
-        return
     head = (
         "| library | model | optimizer | precision | planned, MiB | allocated, MiB | error, % | planned in, s | said |"
     )
@@ -454,7 +394,7 @@ def main() -> None:
         print(line, flush=True)
         lines.append(line)
     only = f" --library {options.library}" if options.library else ""
-    # Lists grow: another version of a library draws other models by the same seed.
+    # Lists of models grow: with another version of a library, the same seed draws other models.
     versions = ", ".join(f"{library} {version(library)}" for library in NUM_DRAWN)
     report.publish(
         [*summary(errors, counts), "", *lines],

@@ -6,8 +6,7 @@ programs of this machine, and reductions can overlap. Gradients travel over real
 slowly, too few workers for them, a slow link, a link with latency, a rank that computes more, a bucket for every
 parameter, and one bucket for all. A pair is right if either cause is reported first. Healthy jobs have none of these.
 Waiting for a core (`shared_cores`) is left out: it depends on other programs of this machine, and no job is planted
-with it; the table counts how often it was reported. If the first cause has a change to try, the benchmark tries it and
-shows both gains.
+with it; the table counts how often it was reported.
 
     python benchmarks/planted_causes.py [--only WORD] [--out benchmarks/results/NAME.md]
     python benchmarks/planted_causes.py --kept FILE --seconds 240    # run a part; repeat until all have run
@@ -34,7 +33,7 @@ from torch import nn
 import anybatch as ab
 from anybatch.data.batches import Batches
 from anybatch.diagnostics.scale import scale_on_ranks
-from anybatch.diagnostics.scaling_ranks import RunSettings, ScaleRequest
+from anybatch.diagnostics.scaling_ranks import RunSettings
 from anybatch.engine.arguments import TrainSpec
 from anybatch.parallel.world import World
 
@@ -52,20 +51,20 @@ MOST_TOGETHER = 4  # jobs on one network, which ranks join once
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A job, and the network that it runs on.
+    """A simulated job, and the network that it runs on.
 
     Attributes:
         planted: the causes that it has.
-        layers: of the model.
-        width: of each layer.
-        sample_seconds: that a sample takes in all forwards and backwards.
-        load_seconds: that a sample takes to load.
+        layers: number of layers of the model.
+        width: width of each layer.
+        sample_seconds: time of a sample in forward and backward.
+        load_seconds: time to load a sample.
         workers: loading processes per rank.
-        bucket_bytes: of the run.
+        bucket_bytes: bucket size of the run.
         straggles: how much longer rank 1 computes.
-        rate: of the cable.
+        rate: rate of the cable.
         latency: seconds from host to host.
-        bucket_sizes: bytes of the buckets that are tried; empty for the usual ones of `anybatch scale`.
+        bucket_sizes: bytes of the buckets that are tried; empty for the default sizes of `anybatch scale`.
     """
 
     planted: tuple[str, ...] = ()
@@ -124,7 +123,7 @@ def cases() -> list[Case]:
 
 
 class Device(torch.autograd.Function):
-    """Passes its input on after a device's time."""
+    """Returns its input after the time that a device would take."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:  # noqa: ANN401 (torch's)
@@ -135,7 +134,7 @@ class Device(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> Any:  # noqa: ANN401 (torch's)
-        """Sleep for the rest of it."""
+        """Sleep for two thirds of the time."""
         time.sleep(2 * context.seconds / 3 * len(gradients[0]))
         return gradients[0], None
 
@@ -164,11 +163,11 @@ class Samples:
     case: Case
 
     def __len__(self) -> int:
-        """Return their number."""
+        """Return the number of samples."""
         return 4096
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return one."""
+        """Return a sample after its loading time."""
         time.sleep(self.case.load_seconds)
         return torch.full((self.case.width,), index / 4096)
 
@@ -211,20 +210,19 @@ def run_rank(cases_of_network: Sequence[Case], out: Path) -> None:
         settings = RunSettings(
             micro_batch_size=MICRO_BATCH_SIZE, bucket_bytes=case.bucket_bytes, num_workers=case.workers
         )
-        request = ScaleRequest(
-            train=job.train_spec,
-            data=job.data,
+        found = scale_on_ranks(
+            job.train_spec,
+            job.data,
+            num_cores=NUM_CORES,
             settings=settings,
             bucket_sizes=case.bucket_sizes,
-            most_seconds=6.0,
+            max_seconds=6.0,
             device="cpu",
         )
-        found = scale_on_ranks(request, NUM_CORES, apply=True)
         if os.environ["RANK"] == "0":
-            tried = found.tried and {"predicted": found.tried.predicted_gain, "gain": found.tried.gain}
-            step = found.largest.parts.step
+            step = found.evidence.parts.step
             causes = [[cause.code, cause.cost / step] for cause in found.causes]
-            values = {"causes": causes, "tried": tried, "text": str(found), "report": found.as_json()}
+            values = {"causes": causes, "text": str(found), "report": found.as_json()}
             Path(out, f"{number}.json").write_text(json.dumps(values))
     world.gather_numbers([0.0])  # rank 0 has the store, so it ends last
     world.close()
@@ -268,10 +266,8 @@ def network_of(case: Case) -> tuple[bool, str, float]:
 def row_of(case: Case, found: dict[str, Any]) -> str:
     """Return the line of a case in the table."""
     named = ", ".join(f"{code} {share:.0%}" for code, share in found["causes"]) or "none"
-    tried = found["tried"]
-    gains = f"{tried['predicted']:.0%} | {tried['gain']:.0%}" if tried else " | "
     right = "yes" if is_right(case, found) else "**no**"
-    return f"| {' + '.join(case.planted) or 'healthy'} | {named} | {right} | {gains} |"
+    return f"| {' + '.join(case.planted) or 'healthy'} | {named} | {right} |"
 
 
 def is_right(case: Case, found: dict[str, Any]) -> bool:
@@ -281,7 +277,7 @@ def is_right(case: Case, found: dict[str, Any]) -> bool:
 
 
 def summary(results: Iterable[tuple[Case, dict[str, Any]]]) -> list[str]:
-    """Return the hit rates, and a comparison of the gains."""
+    """Return the hit rates."""
     results = list(results)
     busy = sum(found["busy"] for _, found in results)
     lines = [f"- ranks wait for a core, a tenth of a step or more, which is left out: {busy} of {len(results)} runs"]
@@ -297,13 +293,6 @@ def summary(results: Iterable[tuple[Case, dict[str, Any]]]) -> list[str]:
     both = sum(set(case.planted) <= {code for code, _ in found["causes"]} for case, found in pairs)
     if pairs:
         lines.append(f"- two: both named: {both} of {len(pairs)}")
-    tried = [found["tried"] for case, found in results if found["tried"]]
-    if tried:
-        errors = sorted(one["gain"] - one["predicted"] for one in tried)
-        lines.append(
-            f"- gain minus prediction, in parts of a step, of {len(tried)} changes tried: median "
-            f"{errors[len(errors) // 2]:+.0%}, from {errors[0]:+.0%} to {errors[-1]:+.0%}"
-        )
     return lines
 
 
@@ -339,11 +328,11 @@ def main() -> None:
                     given.kept.write_text(json.dumps([[asdict(case), found] for case, found in known.items()]))
     results = [(case, known[case]) for case in chosen if case in known]
     stopped = [f"{len(results)} of {len(chosen)} runs.", ""] if len(results) < len(chosen) else []
-    lines = ["| planted | named, with their share of a step | right | predicted gain | gain obtained |"]
-    lines += ["|---|---|---|--:|--:|", *(row_of(case, found) for case, found in results)]
+    lines = ["| planted | named, with their share of a step | right |"]
+    lines += ["|---|---|---|", *(row_of(case, found) for case, found in results)]
     report.publish(
         [*stopped, *summary(results), "", *lines],
-        title="Planted causes of bad scaling: named, and gained",
+        title="Planted causes of bad scaling: named",
         command="python benchmarks/planted_causes.py",
         setting=f"{NUM_RANKS} ranks over gloo, one in each network namespace, compute that sleeps",
         out=given.out,

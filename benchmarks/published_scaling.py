@@ -25,13 +25,13 @@ class Published:
     """A published table: the rate of one device, and efficiencies against it or against a smaller world.
 
     Attributes:
-        name: of the model, and its source.
+        name: the model and the source of the table.
         rate: samples per second of one device.
         size: samples of a device and step.
-        parameters: of the model, in millions.
-        gigabits: of a host's network, per second.
-        devices: per host.
-        inner: bytes per second between them.
+        parameters: parameters of the model, in millions.
+        gigabits: rate of a host's network, in Gbit/s.
+        devices: devices per host.
+        inner: bytes per second between devices of a host.
         efficiency: number of devices to published efficiency.
         against: number of devices whose rate is 100%.
         bucket_bytes: gradient bytes reduced together.

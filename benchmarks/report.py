@@ -28,7 +28,7 @@ def device_name() -> str:
 
 
 def kept(path: Path | None, key: str, make: Callable[[], Kept]) -> Kept:
-    """Return the result of an earlier call under a key in a JSON file, or make it and keep it there.
+    """Return the result under a key of a JSON file; if it is missing, make it and store it there.
 
     So a long benchmark can be run in parts.
     """

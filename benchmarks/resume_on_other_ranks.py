@@ -1,4 +1,4 @@
-"""Two killed ranks are resumed as one, two or three: each step has the same samples, losses up to rounding.
+"""Two killed ranks are resumed as one, two or three: each step has the same samples, and equal losses up to rounding.
 
 The recipe `digits` runs for two epochs on two ranks and gets SIGKILL at a random moment of the second one. It has one
 sample in each micro-batch, so that logs name every sample: each step must have the samples of the uninterrupted run,

@@ -1,9 +1,9 @@
-"""The recipes as `anybatch train` runs them: the same loss curve on any cut and any number of ranks.
+"""The recipes as `anybatch train` runs them: the same loss curve with any split and any number of ranks.
 
-`digits` runs for 30 epochs on 1 and 2 ranks, in micro-batches of 4, 16 and 256, and every loss is compared with
-1 rank and one micro-batch. In float32 rounding grows over the steps of a training run, so the same job is also run in
-float64. `text` runs for its 200 steps. `finetune` runs in float64 for 12 steps, cut into micro-batches of 8 in arrival
-order, by length at 2,048 tokens, and packed at 2,048 tokens; each twice, interleaved.
+`digits` runs for 30 epochs on 1 and 2 ranks, in micro-batches of 4, 16 and 256, and every loss is compared with 1 rank
+and one micro-batch. In float32 rounding grows over the steps of a training run, so the same job is also run in float64.
+`text` runs for its 200 steps. `finetune` runs in float64 for 12 steps, split into micro-batches of 8 in arrival order,
+by length at 2,048 tokens, and packed at 2,048 tokens; each twice, alternating.
 
     python benchmarks/same_curve.py [--only finetune] [--out benchmarks/results/NAME.md]
 """
@@ -58,7 +58,7 @@ def padded() -> ab.Job:
 
 
 def packed() -> ab.Job:
-    """Return the same, packed."""
+    """Return the job of `finetune` in float64, packed."""
     return in_double(finetune(layout="packed"))
 
 

@@ -1,9 +1,9 @@
 """The cost of a checkpoint for each way of saving: the pause in training, and rank 0's memory.
 
-Two ranks under `fsdp` run steps and save whole (gathered, by rank 0), in parts, and in parts without waiting, one after
+Two ranks under `fsdp` run steps and save whole (gathered, by rank 0), in parts, and whole without waiting, one after
 the other, repeatedly. The table compares the time of a call of `engine.save` with the time of a step; for the last way
-also the time of a step while a checkpoint is being written. Memory is the highest resident set within the call, above
-the one before it.
+also the time of a step while a checkpoint is being written. Memory is the increase of the resident set during the call,
+at its maximum.
 
     python benchmarks/saving.py [--out benchmarks/results/NAME.md]
 """
@@ -27,7 +27,11 @@ from torch import nn
 import anybatch as ab
 
 WIDTH, NUM_LAYERS, NUM_ROUNDS = 1024, 12, 7
-WAYS = {"whole": {"sharded": False}, "in parts": {"sharded": True}, "in parts, not waiting": {"wait": False}}
+WAYS = {
+    "whole": {"sharded": False},
+    "in parts": {"sharded": True},
+    "whole, not waiting": {"sharded": False, "wait": False},
+}
 PROGRAM = "import sys; sys.path.insert(0, {place!r}); import saving; saving.measure({folder!r}, {rank})"
 
 
@@ -105,7 +109,7 @@ def measure(folder: str, rank: int) -> None:
 
 
 def quartiles(ratios: list[float]) -> str:
-    """Return the median, with the quartiles."""
+    """Return the median, with the quartiles, as text."""
     low, middle, high = statistics.quantiles(ratios, n=4)
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 

@@ -1,11 +1,12 @@
-"""Hosts on cables of 1 Gbit/s and 1 ms: every launcher, a host that is killed within a step, and one that comes.
+"""Hosts with links of 1 Gbit/s and 1 ms: every launcher, a host that is killed within a step, and a host that joins.
 
 Hosts are network namespaces of this machine (`tests/hosts.py`; root, iproute2). One recipe runs on one host and,
 started by torchrun, by srun, by the variables of a Kubernetes operator and by Ray Train, on several, one rank on each.
 Its final parameters are compared with a run on one host, in float64; the benchmark counts how often each sample of each
-epoch is among the steps that led to them. srun belongs to a SLURM that is started on these hosts (Debian: slurmctld
-slurmd slurm-client munge, and cgroups of version 1); Ray's workers run on this machine itself (`anybatch[ray]`).
-Then elastic runs of torchrun lose a host within a step, by a signal or by its cable, and another gets one.
+epoch is in the steps that led to these parameters. srun belongs to a SLURM that is started on these hosts (Debian:
+slurmctld slurmd slurm-client munge, and cgroups of version 1); Ray's workers run on this machine itself
+(`anybatch[ray]`). Then elastic runs of torchrun lose a host within a step, by a signal or by its cable, and another run
+gets a new host.
 
     python benchmarks/several_hosts.py [--only "comes later" --hosts 3] [--out benchmarks/results/NAME.md]
 """
@@ -80,13 +81,13 @@ def torchrun(host: Host, folder: Path, nodes: str, epochs: int) -> "subprocess.P
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "host0:29400", "--rdzv-conf", "last_call_timeout=3"]
     elastic = ["--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "job", *meeting]
     command = [sys.executable, "-m", "torch.distributed.run", *elastic, *training(folder, epochs)]
-    # torchrun 2.13 shares the first round's store, and does not tell later hosts its address.
+    # torchrun 2.13 shares the first round's store, and does not send its address to later hosts.
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return host.start(command, env=environment(**own_store), out=said(folder, host))
+    return host.start(command, env=environment(**own_store), out=output(folder, host))
 
 
-def said(folder: Path, host: Host) -> int:
-    """Return a file for a host's output."""
+def output(folder: Path, host: Host) -> int:
+    """Return an open file for a host's output."""
     return os.open(folder.with_name(f"{folder.name}.{host.name}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
@@ -108,7 +109,7 @@ def with_kubernetes(made: list[Host], folder: Path) -> None:
     common = {"MASTER_ADDR": made[0].name, "MASTER_PORT": "23456", "WORLD_SIZE": str(len(made))}
     command = [sys.executable, *training(folder, SHORT), "--resume", "auto"]
     pods = [
-        host.start(command, env=environment(**common, RANK=str(rank)), out=said(folder, host))
+        host.start(command, env=environment(**common, RANK=str(rank)), out=output(folder, host))
         for rank, host in enumerate(made)
     ]
     end(pods, folder)
@@ -123,16 +124,17 @@ def with_srun(made: list[Host], folder: Path) -> None:
     conf.write_text(SLURM_CONF.format(first=made[0].address, folder=place, nodes=nodes))
     (place / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     env = environment(SLURM_CONF=str(conf))
-    made[0].start(["slurmctld", "-D", "-f", str(conf)], env=env, out=said(place, made[0]))
+    made[0].start(["slurmctld", "-D", "-f", str(conf)], env=env, out=output(place, made[0]))
     for host in made:
         (place / f"spool-{host.name}").mkdir()
-        host.start(["slurmd", "-D", "-f", str(conf), "-N", host.name], env=env, out=said(place, host))
+        host.start(["slurmd", "-D", "-f", str(conf), "-N", host.name], env=env, out=output(place, host))
     tasks = ["srun", f"--nodes={len(made)}", f"--ntasks={len(made)}", "--mpi=none"]
-    end([made[0].start([*tasks, sys.executable, *training(folder, SHORT)], env=env, out=said(folder, made[0]))], folder)
+    command = [*tasks, sys.executable, *training(folder, SHORT)]
+    end([made[0].start(command, env=env, out=output(folder, made[0]))], folder)
 
 
 def why_not_srun() -> str:
-    """Return why SLURM cannot be started here; empty if it can."""
+    """Return the reason why SLURM cannot be started here; empty if it can."""
     missing = [name for name in ("slurmctld", "slurmd", "srun", "munged") if shutil.which(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)}"
@@ -167,7 +169,7 @@ def with_ray(made: list[Host], folder: Path) -> None:
 
 
 def why_not_ray() -> str:
-    """Return why Ray cannot be used here; empty if it can."""
+    """Return the reason why Ray cannot be used here; empty if it can."""
     return "" if importlib.util.find_spec("ray") else "not installed"
 
 
@@ -198,7 +200,7 @@ def wait_for_step(folder: Path, step: int, num_sessions: int) -> None:
 
 
 def times_used(folder: Path) -> str:
-    """Return how often each sample of an epoch was used for the final parameters, in words."""
+    """Return, as text, how often each sample of an epoch was used for the final parameters."""
     steps = samples_of_steps(folder)
     counts: set[int] = set()
     for first in range(0, len(steps), STEPS_PER_EPOCH):
@@ -226,7 +228,7 @@ def a_host_is_killed(made: list[Host], folder: Path) -> str:
 
 
 def a_host_comes(made: list[Host], folder: Path) -> str:
-    """Start an elastic run without the last host, then start that one too; return the seconds until all step."""
+    """Start an elastic run without the last host, then add that host; return the seconds until all hosts train."""
     agents = [torchrun(host, folder, f"1:{len(made)}", LONGEST) for host in made[:-1]]
     wait_for_step(folder, BEFORE_THE_EVENT, 1)
     before = newest_step(folder)

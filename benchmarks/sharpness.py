@@ -1,8 +1,8 @@
 """Do larger batches end in sharper minima, and do those generalize worse?
 
-`digits`, shrunk (`small_runs.py`): trained at several batch sizes, with the same learning rate, with the rate of its
-optimizer's rule (linear under SGD, square root under AdamW), and with that rate for the same number of *steps* as the
-smallest batch, so for more samples. At the end of each run: the largest eigenvalue of the Hessian over all training
+A small `digits` (`small_runs.py`), trained at several batch sizes: with the same learning rate, with the rate by the
+optimizer's rule (linear for SGD, square root for AdamW), and with that rate for the same number of *steps* as the
+smallest batch, and so for more samples. At the end of each run: the largest eigenvalue of the Hessian over all training
 samples (`measure_sharpness`), the loss over them, and accuracy and loss on held-out ones. Five seeds.
 
     python benchmarks/sharpness.py --runs FILE [--seconds N] [--out benchmarks/results/NAME.md]
@@ -60,7 +60,7 @@ def settings(optimizer: OptimizerName) -> Iterator[tuple[str, Setting]]:
 
 
 def measured(setting: Setting) -> dict[str, float]:
-    """Run it, and return the measurements."""
+    """Train with a setting, and return the measurements."""
     model, outcome = train(setting)
     task = task_of("digits")
     found = dict.fromkeys(FIELDS, math.nan)
@@ -94,7 +94,7 @@ class Measured:
         return self._known[key]
 
     def values(self, setting: Setting, name: str) -> list[float]:
-        """Return one of the values, for each seed."""
+        """Return one of the measurements, for each seed."""
         return [float(self(dataclasses.replace(setting, seed=seed))[name]) for seed in SEEDS]
 
 

@@ -1,4 +1,4 @@
-"""Small training runs shared by the studies of the learning rate: both recipes, shrunk, many times.
+"""Small training runs, shared by the studies of the learning rate: many runs of small versions of two recipes.
 
 A run sees a fixed number of samples in one global order at any batch size, so that two runs of a seed differ only in
 the number of samples per step and in the optimizer's treatment of them. Runs are stored in a file, one line of JSON
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.core.loss import Loss
 from anybatch.core.schedules import Cosine, WarmUp, attach_schedule, join_schedules, steps_of_samples
-from anybatch.data.options import sample_order
+from anybatch.data.indexed import sample_order
 from anybatch.errors import NonFiniteError
 from anybatch.recipes import digits, text
 
@@ -44,11 +44,11 @@ class Task:
 
     Attributes:
         model: function () -> a new model.
-        loss: declared.
+        loss: the declared loss.
         train: all samples to train on, one row each.
-        held_out: samples to be judged by.
+        held_out: samples for the evaluation.
         num_samples: samples that a run sees.
-        batch_sizes: of the study.
+        batch_sizes: batch sizes of the study.
         rates: grid of learning rates, by optimizer.
     """
 
@@ -69,10 +69,10 @@ class Setting:
         task: "digits" or "text".
         optimizer: its class.
         batch_size: samples of one step.
-        learning_rate: the highest of the run.
+        learning_rate: maximum learning rate of the run.
         betas: momentum of SGD, or the pair of AdamW.
-        eps: of AdamW; 0 for SGD.
-        seed: of the parameters and the order.
+        eps: epsilon of AdamW; 0 for SGD.
+        seed: seed of the initial parameters and of the order.
     """
 
     task: str
@@ -159,7 +159,7 @@ def _rows(dataset: Any, ids: Iterable[int], most: int) -> Rows:  # noqa: ANN401 
 
 
 def taken(rows: Rows, ids: Tensor) -> Rows:
-    """Return some samples."""
+    """Return the samples with these ids."""
     return {name: value[ids] for name, value in rows.items()}
 
 
@@ -209,7 +209,7 @@ def new_model(setting: Setting) -> nn.Module:
 
 
 def train(setting: Setting) -> tuple[nn.Module, Outcome]:
-    """Run, and return the trained model with the outcome."""
+    """Train with a setting, and return the model and the outcome."""
     task, model = task_of(setting.task), new_model(setting)
     losses = list[tuple[int, float]]()
     with engine_of(setting, model) as engine:
@@ -265,7 +265,7 @@ class Runs:
                 self._known[Setting(**row["setting"])] = Outcome(**row["outcome"])
 
     def __call__(self, setting: Setting) -> Outcome:
-        """Return the outcome of this run."""
+        """Return the outcome of a run, which is made if it is not stored."""
         if setting not in self._known:
             _, outcome = train(setting)
             with self._path.open("a", encoding="utf-8") as file:

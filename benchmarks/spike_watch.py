@@ -1,11 +1,11 @@
 """Planted divergences: does the watch see them before the loss is lost, and does a roll-back save the run?
 
 Real training runs of both small recipes (`small_runs.py`), with SGD and AdamW. Each divergence is planted into a run at
-a random step, in one of six ways, with a random strength. It counts if the loss is *lost* without the watch: half of
-the progress is lost, in the median of the last five reported losses, between the level before the plant and the
-loss at the beginning. Harmless plants are left out, whether the watch sees them or not.
+a random step, in one of six ways, with a random strength. It counts if the run is *lost* without the watch: the median
+of the last five reported losses rises by half of the difference between the loss at the beginning and the loss before
+the plant. Harmless plants are left out, whether the watch sees them or not.
 
-- Caught: the watch warns after the plant and before the step at which the loss is lost.
+- Caught: the watch warns after the plant and before the step at which the run is lost.
 - Saved: with `spikes="roll_back"` the same run ends as the run of the same seed without a plant, up to the scatter of
   runs over seeds.
 - False alarms: warnings in runs without a plant, of seeds that its thresholds were not chosen on.
@@ -67,7 +67,7 @@ class Planted:
     """A planted fault.
 
     Attributes:
-        kind: its kind.
+        kind: one of the keys of `STRENGTHS`.
         start: its first step.
         strength: its strength, see `STRENGTHS`.
     """
@@ -82,26 +82,26 @@ class Run:
     """The outcome of a run.
 
     Attributes:
-        losses: as reported.
-        norms: as reported.
+        losses: reported losses.
+        norms: reported gradient norms.
         held_out: loss over the held-out samples at the end; infinite if the run ended with an error.
-        told: codes of the watch's actions, with their steps.
+        actions: codes of the watch's actions, with their steps.
     """
 
     losses: list[float]
     norms: list[float]
     held_out: float
-    told: list[tuple[str, int]]
+    actions: list[tuple[str, int]]
 
 
-class Saboteur:
+class FaultInjector:
     """Applies the planted fault, step by step.
 
     Args:
         planted: the fault.
-        setting: of the run.
-        engine: that runs it.
-        model: that it trains.
+        setting: setting of the run.
+        engine: engine of the run.
+        model: model of the run.
     """
 
     def __init__(self, planted: Planted, setting: Setting, engine: ab.Engine, model: nn.Module) -> None:
@@ -156,14 +156,14 @@ class Saboteur:
         return gradient
 
 
-class Told:
-    """An observer that stores diagnoses with a step."""
+class DiagnosisStore:
+    """An observer that stores the codes of the watch's diagnoses, with their steps."""
 
     def __init__(self) -> None:
         self.found: list[tuple[str, int]] = []
 
     def observe(self, record: Any) -> None:  # noqa: ANN401 (one of many records)
-        """Keep the message of a watch."""
+        """Store the code of a diagnosis with a step."""
         if record.kind == "diagnosis" and record.step is not None:
             self.found.append((record.code, record.step))
 
@@ -172,17 +172,17 @@ def run(setting: Setting, planted: Planted | None, *, watched: bool, until_lost:
     """Run a training.
 
     Args:
-        setting: of the run.
-        planted: the fault; None for nothing.
+        setting: setting of the run.
+        planted: the fault; None for a run without one.
         watched: whether a watch rolls back.
-        until_lost: whether to stop when the loss is lost, or 150 steps after the plant.
+        until_lost: whether to stop when the run is lost, or 150 steps after the plant.
     """
-    task, model, told = task_of(setting.task), new_model(setting), Told()
-    made = Run([], [], math.inf, told.found)
+    task, model, actions = task_of(setting.task), new_model(setting), DiagnosisStore()
+    made = Run([], [], math.inf, actions.found)
     engine = engine_of(
-        setting, model, measure_gradient_norm=True, spikes="roll_back" if watched else None, observer=told
+        setting, model, measure_gradient_norm=True, spikes="roll_back" if watched else None, observer=actions
     )
-    saboteur = None if planted is None else Saboteur(planted, setting, engine, model)
+    saboteur = None if planted is None else FaultInjector(planted, setting, engine, model)
     with warnings.catch_warnings(), engine:
         warnings.simplefilter("ignore", AnyBatchWarning)
         try:
@@ -207,7 +207,7 @@ def run(setting: Setting, planted: Planted | None, *, watched: bool, until_lost:
 
 
 def lost_at(made: Run, planted: Planted) -> int | None:
-    """Return the step at which the loss is lost; None if it never is."""
+    """Return the step at which the run is lost; None if it never is."""
     start, losses = planted.start, made.losses
     if len(losses) <= start:  # it has already diverged
         return None
@@ -265,13 +265,13 @@ class Results:
             if lost is None:
                 return {"lost": None}
             watched = run(setting, planted, watched=True)
-            spoke = [step for code, step in watched.told if code == "spike" and step >= planted.start]
+            spoke = [step for code, step in watched.actions if code == "spike" and step >= planted.start]
             return {
                 "lost": lost,
                 "caught": min(spoke, default=None),
-                "early": sum(code == "spike" and step < planted.start for code, step in watched.told),
+                "early": sum(code == "spike" and step < planted.start for code, step in watched.actions),
                 "held_out": watched.held_out,
-                "told": Counter(code for code, _ in watched.told),
+                "told": Counter(code for code, _ in watched.actions),
             }
 
         return self._kept({"setting": asdict(setting), "planted": asdict(planted)}, make)
@@ -287,7 +287,7 @@ class Results:
 
 
 def work(results: Results) -> Iterator[None]:
-    """Run everything, and yield after each run."""
+    """Make all missing runs, and yield after each one."""
     for setting, planted in plants():
         results.planted(setting, planted)
         yield
@@ -386,7 +386,7 @@ def rows_of(results: Results) -> list[str]:
 
 
 def sound(results: Results, setting: Setting) -> list[dict[str, Any]]:
-    """Return the runs of a setting without a plant, except naturally diverged ones."""
+    """Return the runs of a setting without a plant, except those that diverged anyway."""
     runs = [results.healthy(dataclasses.replace(setting, seed=seed)) for seed in HEALTHY_SEEDS]
     return [one for one in runs if math.isfinite(one["held_out"])]
 

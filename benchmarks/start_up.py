@@ -55,7 +55,7 @@ for batch in ab.batches(Digits("train"), effective_batch_size=256):
 
 
 def seconds_of(program: str) -> float:
-    """Return the seconds of a process that ends with its first step."""
+    """Return the seconds of a process that ends after its first step."""
     begun = time.perf_counter()
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
     return time.perf_counter() - begun

@@ -1,11 +1,11 @@
-"""Compare the choice of `anybatch tune` with all sizes timed interleaved, and measure the cost of tuning.
+"""Compare the choice of `anybatch tune` with the times of all sizes, and measure the cost of tuning.
 
 Three recipes: digits (convolutions with GroupNorm), text (a transformer), and digits with BatchNorm, where the whole
-batch is recommended unless a policy was chosen; with "keep" it is the fastest size that is looked for. Each is tuned
-three times with the defaults of the verb, on the wall's clock as users have it. Then whole steps are made at every size
-interleaved in pieces of a fifth of a second, in alternating order, on the process's clock with one thread, so that
-other programs count little. The figure is a size's step time relative to the fastest size in the same turn;
-the fastest is the one with the least median.
+batch is recommended unless a policy is chosen; with "keep", `tune` looks for the fastest size. Each recipe is tuned
+three times with default options, in wall-clock time as users see it. Then whole steps run at every size, alternating
+in turns of a fifth of a second, in CPU time of the process with one thread, so that other programs have little effect.
+The figure is a size's step time relative to the fastest size in the same turn; the fastest size has the lowest
+median.
 
     python benchmarks/tune_choice.py [--turns 12] [--out benchmarks/results/NAME.md]
 """
@@ -21,7 +21,7 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.diagnostics.repeated_steps import CachedBatch
-from anybatch.diagnostics.tune import LOADED_STEPS, TuneReport, tune
+from anybatch.diagnostics.tune import TuneReport, tune
 from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.recipes.digits import digits
 from anybatch.recipes.load import MeasuredJob
@@ -53,18 +53,18 @@ CASES: dict[str, tuple[str, str | None]] = {
 
 
 def tuned(recipe: str, norms: str | None) -> tuple[list[TuneReport], list[float]]:
-    """Return the results of each tuning, and its seconds, including loading workers."""
+    """Return the results of each tuning, and its seconds."""
     reports, seconds = [], []
     for _ in range(NUM_TUNINGS):
         job = MeasuredJob(recipe=recipe)
         begun = time.perf_counter()
         train = dataclasses.replace(job.train_spec(), norms=norms)  # type: ignore[arg-type]  # one of its words
-        reports.append(tune(train, job.data(steps=LOADED_STEPS + 1), num_workers=(0, 1, 2)))
+        reports.append(tune(train, job.data(steps=1)(0)))
         seconds.append(time.perf_counter() - begun)
     return reports, seconds
 
 
-def in_turns(recipe: str, norms: str | None, sizes: list[int], num_turns: int) -> dict[int, list[float]]:
+def alternated(recipe: str, norms: str | None, sizes: list[int], num_turns: int) -> dict[int, list[float]]:
     """Return the seconds of a step at each size, turn by turn."""
     job = MeasuredJob(recipe=recipe)
     cached = CachedBatch(next(iter(job.data(steps=1)(0))))
@@ -93,12 +93,12 @@ def in_turns(recipe: str, norms: str | None, sizes: list[int], num_turns: int) -
 
 
 def rows(num_turns: int) -> Iterator[str]:
-    """Yield a table row for each recipe, and below the table the rate of every size."""
+    """Yield a table row for each recipe, and after the table the rate of every size."""
     curves = []
     for name, (recipe, norms) in CASES.items():
         reports, seconds = tuned(recipe, norms)
         sizes = [one.size for one in reports[0].sizes]
-        times = in_turns(recipe, norms, sizes, num_turns)
+        times = alternated(recipe, norms, sizes, num_turns)
         fastest = min(sizes, key=lambda size: statistics.median(times[size]))
         for each, taken in zip(reports, seconds, strict=True):
             pairs = zip(times[each.recommended], times[fastest], strict=True)

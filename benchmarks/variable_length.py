@@ -1,21 +1,21 @@
-"""Time of a step on samples of different lengths, cut in different ways at the same cap on tokens.
+"""Time of a step on samples of different lengths, split in different ways with the same limit on tokens.
 
-The transformer of the recipe `text`; effective batches of 64 samples with lengths up to 512, of four kinds; 4,096
-tokens of a micro-batch at most, padding included. The ways:
+The transformer of the recipe `text`; effective batches of 64 samples with lengths up to 512, of four distributions; at
+most 4,096 tokens in a micro-batch, padding included. The ways:
 
-- arrival order: micro-batches of 8 samples, a number that always fits, in the order in which they come;
-- sorted: the same, of samples that were sorted by length within the batch;
+- arrival order: micro-batches of 8 samples, a number that always fits, in the order of arrival;
+- sorted: micro-batches of 8 samples, sorted by length within the batch;
 - transformers' `BatchRebalanceSampler` (`train_sampling_strategy="batch_rebalance"`), which is given a number of
   micro-batches: 8, as a user of micro-batches of 8 has them, 16, and the fewest with which none is above the cap;
 - accelerate and Lightning Fabric, where they are installed (`pip install 'anybatch[peers]'`): their loops over a
   DataLoader, 8 samples as they arrive;
-- `ab.token_budget`, padded; packed into rows without padding; and the one that the engine measures to be faster.
+- `ab.token_budget`: padded, packed into rows without padding, and with the faster one of both, as the engine measures.
 
-Those of the budget run in the engine, planning included; the others in the loop one writes by hand, which divides by
-the number of targets of the whole batch. Ways take turns step by step, each on the same batches. Figures are medians:
-of the seconds, of the ratio to the padded budget's neighbouring step, and of the padding as a share of all computed
-tokens. Under each table is the bound: the predicted cost of the padded budget's step, by the measured cost model,
-without any padding and in the fewest micro-batches.
+Token budgets run in the engine, planning included; the other ways run in a hand-written loop, which divides by the
+number of targets of the whole batch. Ways alternate step by step, on the same batches. Figures are medians: of the
+seconds, of the ratio to the neighbouring step with the padded budget, and of the padding as a share of all computed
+tokens. Under each table is a bound by the measured cost model: the predicted cost of a step without any padding and in
+the fewest micro-batches, relative to a step with the padded budget.
 
     python benchmarks/variable_length.py [--out benchmarks/results/NAME.md]
 """
@@ -97,7 +97,7 @@ def network() -> nn.Module:
 
 
 def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """Return the mean over the targets of a micro-batch; a byte is predicted from the ones before it."""
+    """Return the mean cross-entropy over the targets of a micro-batch; bytes are predicted from the bytes before."""
     ends = batch.get("cu_seqlens")
     lengths = None if ends is None else ends.diff().tolist()
     logits = model(batch["input_ids"], lengths)
@@ -116,13 +116,13 @@ def in_order(order: Sequence[int]) -> Cut:
 
 
 def rebalanced(lengths: Lengths, num_units: int) -> Cut:
-    """Cut like transformers."""
+    """Split like transformers' sampler."""
     sampler = BatchRebalanceSampler(lengths, len(lengths), 1, num_units, shuffle=False)
     return [list(unit) for unit in sampler]
 
 
 def rebalanced_within_cap(lengths: Lengths) -> Cut:
-    """Cut like transformers, into the fewest micro-batches within the cap."""
+    """Split like transformers' sampler, into the fewest micro-batches within the limit."""
     for num_units in range(1, len(lengths) + 1):
         cut = rebalanced(lengths, num_units)
         if all(len(unit) * max(lengths[place] for place in unit) <= CAP for unit in cut):
@@ -193,7 +193,7 @@ class ByPeer:
 
 
 class ByAccelerate(ByPeer):
-    """accelerate's own loop."""
+    """A loop with accelerate."""
 
     def __init__(self, dataset: Texts) -> None:
         super().__init__(dataset)
@@ -204,7 +204,7 @@ class ByAccelerate(ByPeer):
         self._rows = self.rows()
 
     def step(self, ids: Sequence[int]) -> None:
-        """Train on the next samples, which are these."""
+        """Train on the next samples, whose ids are given."""
         self.note_waste(ids)
         for batch in itertools.islice(self._rows, SIZE // 8):
             with self._accelerator.accumulate(self._model):
@@ -214,7 +214,7 @@ class ByAccelerate(ByPeer):
 
 
 class ByFabric(ByPeer):
-    """Lightning's loop, as Fabric writes it."""
+    """A loop with Lightning Fabric."""
 
     def __init__(self, dataset: Texts) -> None:
         super().__init__(dataset)
@@ -224,7 +224,7 @@ class ByFabric(ByPeer):
         self._rows = self.rows()
 
     def step(self, ids: Sequence[int]) -> None:
-        """Train on the next samples, which are these."""
+        """Train on the next samples, whose ids are given."""
         self.note_waste(ids)
         for number, batch in enumerate(itertools.islice(self._rows, SIZE // 8)):
             is_last = number == SIZE // 8 - 1
@@ -268,7 +268,7 @@ class ByEngine:
         self._batches = iter(data)
 
     def step(self, ids: Sequence[int]) -> None:
-        """Train on the next samples, which are these."""
+        """Train on the next samples, whose ids are given."""
         batch = next(self._batches)
         assert list(batch.sample_ids) == list(ids)
         plan = self._engine.step(batch).plan

@@ -1,8 +1,8 @@
 """Gradient variance by strategy at equal samples: a small batch, the large one accumulated, the large one unsplit.
 
 At fixed parameters, gradients of many batches are compared with the gradient over all data, in float64. In theory the
-large batch has 1/8 of the small one's variance, accumulated or not, in every layer, and the accumulated gradient is the
-native one up to rounding. The data are drawn with replacement, the same for all three.
+large batch has 1/8 of the small one's variance, accumulated or not, in every layer, and the accumulated gradient equals
+the native one up to rounding. The data are drawn with replacement, the same for all three.
 
     python benchmarks/variance_by_strategy.py [--kept FILE] [--out benchmarks/results/NAME.md]
 """

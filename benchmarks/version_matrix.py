@@ -1,4 +1,4 @@
-"""On which versions of torch and Python it works: the fast tests and the exactness tests, in an environment for each.
+"""Versions of torch and Python that work: the fast tests and the exactness tests, in an environment for each.
 
 ```bash
 make matrix                                     # all; writes benchmarks/results/matrix_cpu_<date>.md
@@ -39,8 +39,8 @@ EXACTNESS = (
     "tests/engine/test_compatibility.py",
 )
 FAST = ("tests/norms", "tests/data", "tests/events", "tests/checkpoints", "tests/parallel", "tests/memory")
-INTERNALS = ("tests/engine/test_torch_internals.py", "tests/planner/test_torch_internals.py")  # others are in FAST
-MOST_NAMED = 12  # failures listed in the table; further ones usually share a cause
+INTERNALS = ("tests/core/test_torch_internals.py", "tests/planner/test_torch_internals.py")  # others are in FAST
+MOST_NAMED = 12  # failures listed in the table; other failures usually share a cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ class Row:
     """The outcome of a pair.
 
     Attributes:
-        pair: which one.
+        pair: the versions.
         versions: of Python and torch, in full.
         passed: number of passed tests.
         skipped: number of skipped tests, for lack of a GPU, for example.
         failed: names of failed tests, or errors that kept tests from running.
-        seconds: of the tests.
-        missing: why nothing could run; empty if it could.
+        seconds: time of the tests.
+        missing: the reason why no test could run; empty if they ran.
     """
 
     pair: Pair

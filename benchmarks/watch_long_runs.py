@@ -1,8 +1,8 @@
 """`anybatch watch` on ten finished runs of 100,000 steps: time to the first picture, and the server's memory.
 
-The logs look real: the lines of one step of a real run with two micro-batches, repeated with other numbers, times and
-losses; the losses are made up. The server is a separate process and Chromium opens its page: the first picture is there
-when the loss of every run is drawn, and all is read when no row is marked as being read.
+Logs repeat the lines of one step of a real run with two micro-batches, with other step numbers, times and generated
+losses. The server is a separate process, and Chromium opens its page: the first picture is complete when the loss of
+every run is drawn, and the logs are read when no row is marked as being read.
 
     python benchmarks/watch_long_runs.py [--runs 10] [--steps 100000] [--out benchmarks/results/NAME.md]
 """

@@ -1,7 +1,7 @@
-"""A loop inside workers of Ray Train: Ray starts them and lets them meet, and the engine is one rank in each.
+"""A training loop in Ray Train: Ray starts the workers and their process group, and each worker runs one rank.
 
-Ray starts all workers again when one of them has died, up to `max_failures` times; the loop then resumes from its
-newest checkpoint. The folder has to be one that all of Ray's nodes see.
+If a worker dies, Ray restarts all of them, up to `max_failures` times, and the loop resumes from its newest checkpoint.
+The folder must be shared by all nodes.
 
     pip install 'anybatch[ray]'
     python examples/ray_train.py --workers 2 --folder /tmp/ray_example

@@ -3,7 +3,7 @@
     anybatch train examples/resnet_recipe.py --epochs 1
     anybatch scale examples/resnet_recipe.py
 
-GroupNorm in the place of BatchNorm looks at one image at a time, so any cut of a batch is exact.
+GroupNorm instead of BatchNorm normalises each image separately, so every split of a batch is exact.
 """
 
 import torch
@@ -17,7 +17,7 @@ NUM_IMAGES, NUM_CLASSES = 2048, 10
 
 
 class Images(Dataset[dict[str, torch.Tensor]]):
-    """Stripes of a direction that is the class, under noise."""
+    """Noisy stripes; their direction is the class."""
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -33,7 +33,7 @@ class Images(Dataset[dict[str, torch.Tensor]]):
 
 
 class Block(nn.Module):
-    """Two convolutions, and the input added to their output."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Block(nn.Module):
         self.shortcut = nn.Identity() if same else nn.Conv2d(before, after, 1, stride, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run both ways."""
+        """Add the convolutions' output to the shortcut's."""
         return functional.relu(self.path(x) + self.shortcut(x))
 
 

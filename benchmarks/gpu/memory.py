@@ -94,7 +94,7 @@ def planned(
     fit = plan.baseline
     return Planned(
         tensors=fit.peak.num_bytes,
-        reserved=fit.freely_reserved_bytes or fit.reserved_bytes,
+        reserved=fit.freely_reserved_bytes,
         workspace=plan.budget.workspace_bytes,
         outside=plan.budget.outside_bytes,
         largest=fit.largest,
@@ -173,7 +173,7 @@ def allocated_on_cpu(case: Case, size: int, setting: Setting) -> int:
             engine.step(batch)
             with record_function(memory_accuracy.SECOND_STEP):
                 engine.step(batch)
-    return allocator.most_bytes()
+    return allocator.peak_bytes()
 
 
 def compared(name: str, plan: Planned, found: Measured) -> Row:

@@ -24,15 +24,13 @@ from memory_accuracy import Batch
 from torch import nn
 
 import anybatch as ab
-from anybatch.engine.gradient_noise import GradientNoise
+from anybatch.core.gradient_noise import GradientNoise
 from anybatch.errors import UserError
-from anybatch.planner.calibration import measure_rates
 from anybatch.planner.devices import find_device
-from anybatch.planner.step_time import CostLine, Rates, StepSeconds, rates_of, step_seconds
+from anybatch.planner.step_time import StepSeconds
 
 TITLE = "Predicted against measured step times"
-TIMES = "Step times in ms, predicted and measured; rates from the data sheet (not calibrated) and measured (calibrated)"
-CALIBRATION = "Calibration of the device"
+TIMES = "Step times in ms, predicted from the data sheet and measured"
 OVERHEAD = "The engine's step against a plain loop"
 METERS = "Steps with a noise meter, a spike watch and reports, against the same engine without"
 NUM_MICRO_BATCHES = 4
@@ -48,8 +46,8 @@ TIMED = (
 Block = Callable[[], object]
 
 
-def costs_of(name: str, size: Size, device: str | int) -> CostLine:
-    """Return the operations of a case's step, from a plan in a process without CUDA.
+def predicted(name: str, size: Size, device: str | int) -> StepSeconds | None:
+    """Return the predicted time of a case's step, from a plan in a process without CUDA; None without a data sheet.
 
     Args:
         name: of the case.
@@ -70,7 +68,7 @@ def costs_of(name: str, size: Size, device: str | int) -> CostLine:
         micro_batch_size=micro_batch_size,
         precision=case.options.get("precision"),
         proposals=False,
-    ).costs
+    ).baseline.seconds
 
 
 def step_times(setting: Setting) -> Rows:
@@ -78,69 +76,34 @@ def step_times(setting: Setting) -> Rows:
     if not setting.on_gpu:
         torch.set_num_threads(1)
     with memory.planners(setting) as pool:
-        names, device = setting.pick(TIMED, TIMED, TIMED[:1]), memory.plan_device(setting)
-        costs = {name: pool.submit(costs_of, name, setting.size, device) for name in names}
-        calibrated = None
-        try:
-            if setting.size != "tiny":  # it takes seconds, and CI has none to spare
-                start = time.perf_counter()
-                calibrated = calibrated_rates(setting)
-                seconds = f"{time.perf_counter() - start:.1f}"
-                yield Row(CALIBRATION, {"device": calibrated.name, "seconds": seconds})
-        except Exception as error:  # noqa: BLE001 (predictions from the data sheet are still compared)
-            yield memory.failed("calibration", error)
-        plain = rates_from_table(setting, calibrated)
-        for name, one in costs.items():
+        names, device = setting.pick(TIMED, TIMED, TIMED[:1]), plan_device(setting)
+        plans = {name: pool.submit(predicted, name, setting.size, device) for name in names}
+        for name, one in plans.items():
             print(f"  {name}", flush=True)
             try:
-                yield compared(name, one.result(), (plain, calibrated), setting)
+                yield compared(name, one.result(), setting)
             except Exception as error:  # noqa: BLE001 (the other models are still measured)
                 yield memory.failed(name, error)
 
 
-def calibrated_rates(setting: Setting) -> Rates:
-    """Return the measured rates of the device."""
-
-    def clock() -> float:
-        setting.synchronize()
-        return time.perf_counter()
-
-    name = torch.cuda.get_device_name(setting.device) if setting.on_gpu else "this CPU"
-    return measure_rates(name, clock, device=setting.device, num_rounds=setting.pick(3, 1, 1))
+def plan_device(setting: Setting) -> str | int:
+    """Return the device's name if the planner knows it, else its memory."""
+    if setting.on_gpu:
+        with contextlib.suppress(UserError):
+            return find_device(torch.cuda.get_device_name(setting.device)).name
+    return memory.plan_device(setting)
 
 
-def rates_from_table(setting: Setting, calibrated: Rates | None) -> Rates | None:
-    """Return the rates of the data sheet; for a CPU, which has none, the highest measured ones without corrections."""
-    if not setting.on_gpu:
-        return None if calibrated is None else replace(calibrated, efficiency={}, host_seconds={})
-    try:
-        return rates_of(find_device(torch.cuda.get_device_name(setting.device)))
-    except UserError as error:
-        print(f"  not calibrated: {error}", flush=True)
-        return None
-
-
-def compared(name: str, costs: CostLine, rates: tuple[Rates | None, Rates | None], setting: Setting) -> Row:
+def compared(name: str, found: StepSeconds | None, setting: Setting) -> Row:
     """Return the row of a case."""
     case = CASES[name]
     size = case.micro_batch_size * SCALES[setting.size].times
-    sizes = [size] * NUM_MICRO_BATCHES
     taken = measured_seconds(case, size, setting)
     cells = {"model": name, "micro-batches": f"{NUM_MICRO_BATCHES} x {size}", "measured": f"{1e3 * taken:.2f}"}
-    for kind, one in zip(("not calibrated", "calibrated"), rates, strict=True):
-        cells |= predicted_cells(kind, None if one is None else step_seconds(costs, one, sizes), taken)
-    return Row(TIMES, cells)
-
-
-def predicted_cells(kind: str, predicted: StepSeconds | None, taken: float) -> dict[str, str]:
-    """Return the cells of one prediction; dashes if it is missing."""
-    if predicted is None:
-        return dict.fromkeys((kind, f"{kind}, error, %", f"{kind}, in its band"), "-")
-    return {
-        kind: f"{1e3 * predicted.total:.2f}",
-        f"{kind}, error, %": f"{100 * (predicted.total / taken - 1):+.0f}",
-        f"{kind}, in its band": "yes" if predicted.least <= taken <= predicted.greatest else "no",
-    }
+    if found is None:
+        return Row(TIMES, {**cells, **dict.fromkeys(("predicted", "error, %", "in its band"), "-")})
+    cells |= {"predicted": f"{1e3 * found.total:.2f}", "error, %": f"{100 * (found.total / taken - 1):+.0f}"}
+    return Row(TIMES, {**cells, "in its band": "yes" if found.least <= taken <= found.greatest else "no"})
 
 
 def measured_seconds(case: Case, size: int, setting: Setting) -> float:

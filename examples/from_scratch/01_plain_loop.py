@@ -1,9 +1,9 @@
-"""The plain loop: one optimizer step on one whole batch. Everything that follows must equal it.
+"""The plain loop: one optimizer step per batch. The programs that follow must equal it.
 
 gradient = d/dw (sum of the losses of the batch's N samples / N)
 
-Points lie on two spiral arms, and a small network says on which. All is float64, so that two
-ways to the same gradient differ by rounding alone, which is about 1e-16.
+A small network classifies points of two spiral arms. Everything is float64, so two ways to
+compute the same gradient differ only by rounding, about 1e-16.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 
 def spirals(num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return points of the plane, and on which of two spiral arms each of them lies."""
+    """Return points of the plane, and the spiral arm (0 or 1) of each."""
     random = torch.Generator().manual_seed(seed)
     points = torch.randn(num_samples, 2, generator=random, dtype=torch.float64)
     turns = torch.atan2(points[:, 1], points[:, 0]) + points.norm(dim=1)
@@ -26,7 +26,7 @@ def make_model() -> nn.Module:
 
 
 def gradient(model: nn.Module, points: Tensor, labels: Tensor) -> Tensor:
-    """Return the gradient of the batch, all parameters in one row."""
+    """Return the gradient of the batch as one vector."""
     model.zero_grad()
     loss = cross_entropy(model(points), labels)
     loss.backward()
@@ -34,7 +34,7 @@ def gradient(model: nn.Module, points: Tensor, labels: Tensor) -> Tensor:
 
 
 def train(model: nn.Module, num_steps: int) -> None:
-    """Take optimizer steps, each on a batch of its own."""
+    """Take optimizer steps, each on a new batch."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
     for step in range(num_steps):
         gradient(model, *spirals(96, seed=step))
@@ -42,13 +42,13 @@ def train(model: nn.Module, num_steps: int) -> None:
 
 
 def accuracy(model: nn.Module) -> float:
-    """Return the share of right answers on points that no step has seen."""
+    """Return the fraction of correct answers on new points."""
     points, labels = spirals(1000, seed=10_000)
     return float((model(points).argmax(dim=1) == labels).double().mean())
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # a network this small is slower on several
+    torch.set_num_threads(1)  # more threads slow down a network this small
     for num_steps in (0, 50, 200):
         model = make_model()
         train(model, num_steps)

@@ -1,4 +1,4 @@
-"""Accumulation: micro-batches that fit the memory, one optimizer step; `backward` adds to `p.grad`.
+"""Accumulation: micro-batches that fit in memory, one optimizer step; `backward` adds to `p.grad`.
 
 gradient of the batch = sum over its K equal micro-batches of d/dw (mean of its losses / K)
 """
@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 
 def spirals(num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return points of the plane, and on which of two spiral arms each of them lies."""
+    """Return points of the plane, and the spiral arm (0 or 1) of each."""
     random = torch.Generator().manual_seed(seed)
     points = torch.randn(num_samples, 2, generator=random, dtype=torch.float64)
     turns = torch.atan2(points[:, 1], points[:, 0]) + points.norm(dim=1)
@@ -23,7 +23,7 @@ def make_model() -> nn.Module:
 
 
 def gradient(model: nn.Module, points: Tensor, labels: Tensor, micro_batch_size: int) -> Tensor:
-    """Return the gradient of the batch, all parameters in one row."""
+    """Return the gradient of the batch as one vector."""
     model.zero_grad()
     micro_batches = torch.arange(len(labels)).split(micro_batch_size)
     for rows in micro_batches:
@@ -33,7 +33,7 @@ def gradient(model: nn.Module, points: Tensor, labels: Tensor, micro_batch_size:
 
 
 def kept_bytes(model: nn.Module, points: Tensor, labels: Tensor) -> int:
-    """Return the bytes that a forward keeps for its backward, weights among them."""
+    """Return the bytes that a forward saves for its backward, including weights."""
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
         cross_entropy(model(points), labels)
@@ -41,7 +41,7 @@ def kept_bytes(model: nn.Module, points: Tensor, labels: Tensor) -> int:
 
 
 def train(model: nn.Module, num_steps: int, micro_batch_size: int) -> Tensor:
-    """Take optimizer steps, each on a batch of its own; return all parameters in one row."""
+    """Take optimizer steps, each on a new batch; return all parameters as one vector."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
     for step in range(num_steps):
         gradient(model, *spirals(96, seed=step), micro_batch_size)

@@ -1,4 +1,4 @@
-"""The ragged tail: 33 samples in micro-batches of 16, 16 and 1. Their mean counts the 1 16-fold.
+"""The ragged tail: 33 samples in micro-batches of 16, 16 and 1. A mean of means counts the 1 as 16.
 
 gradient = sum over the micro-batches of d/dw (sum of their losses / samples of the whole batch)
 """
@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 
 def spirals(num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return points of the plane, and on which of two spiral arms each of them lies."""
+    """Return points of the plane, and the spiral arm (0 or 1) of each."""
     random = torch.Generator().manual_seed(seed)
     points = torch.randn(num_samples, 2, generator=random, dtype=torch.float64)
     turns = torch.atan2(points[:, 1], points[:, 0]) + points.norm(dim=1)
@@ -23,7 +23,7 @@ def make_model() -> nn.Module:
 
 
 def gradient(model: nn.Module, points: Tensor, labels: Tensor, size: int, *, exact: bool) -> Tensor:
-    """Return the gradient of the batch, or else a mean of means, from micro-batches of `size`."""
+    """Return the gradient of the batch (exact), or a mean of the micro-batches' means."""
     model.zero_grad()
     micro_batches = torch.arange(len(labels)).split(size)
     for rows in micro_batches:
@@ -34,7 +34,7 @@ def gradient(model: nn.Module, points: Tensor, labels: Tensor, size: int, *, exa
 
 
 def train(model: nn.Module, num_steps: int, *, exact: bool) -> None:
-    """Take optimizer steps, each on a batch of its own."""
+    """Take optimizer steps, each on a new batch."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
     for step in range(num_steps):
         gradient(model, *spirals(33, seed=step), 16, exact=exact)

@@ -1,8 +1,8 @@
-"""All-reduce: ranks run shares of one batch on replicas of one model, then sum their gradients.
+"""All-reduce: each rank runs its share of a batch on its replica; the gradients are summed.
 
 gradient = sum over the ranks of d/dw (sum of the losses of the rank's share / samples of the batch)
 
-A linear layer learns to add eight numbers up. 33 samples on 2 ranks are shares of 17 and 16.
+A linear layer learns to add eight numbers. 33 samples on 2 ranks are shares of 17 and 16.
 """
 
 import tempfile
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 
 def losses(model: nn.Module, numbers: Tensor) -> Tensor:
-    """Return for each row of numbers how wrong the model is about their sum."""
+    """Return the squared error of the model's sum for each row of numbers."""
     return (model(numbers)[:, 0] - numbers.sum(dim=1)).square()
 
 
 def gradient(model: nn.Module, numbers: Tensor, *, exact: bool) -> Tensor:
-    """Return the gradient of the batch, or else a mean of the ranks' means, on every rank."""
+    """Return the gradient of the batch (exact), or a mean of the ranks' means, on every rank."""
     model.zero_grad()
     share = numbers[dist.get_rank() :: dist.get_world_size()]
     divisor = len(numbers) if exact else len(share) * dist.get_world_size()
@@ -30,11 +30,11 @@ def gradient(model: nn.Module, numbers: Tensor, *, exact: bool) -> Tensor:
 
 
 def run_rank(rank: int, world_size: int, meeting: str) -> None:
-    """Train as one of the ranks, and compare with the gradient of the un-split batch."""
+    """Train as one of the ranks, and compare with the gradient of the unsplit batch."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
     for name, exact in ("sum over count", True), ("mean of means", False):
-        torch.manual_seed(0)  # every rank begins with the same parameters
+        torch.manual_seed(0)  # every rank starts with the same parameters
         model = nn.Linear(8, 1).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(51):

@@ -1,4 +1,4 @@
-"""The parameter check: summed gradients keep replicas equal only if they are equal to begin with.
+"""The parameter check: summed gradients keep replicas equal only if they start equal.
 
 replicas are equal = every rank has the same digest = sha256(the bytes of all parameters)
 """
@@ -21,14 +21,14 @@ def digests(model: nn.Module) -> list[str]:
 
 
 def align(model: nn.Module) -> None:
-    """Give every rank the parameters of rank 0, unless all ranks have them already."""
+    """Give every rank the parameters of rank 0, unless all ranks already have them."""
     if len(set(digests(model))) > 1:
         for p in model.parameters():
             dist.broadcast(p.detach(), src=0)
 
 
 def train(model: nn.Module) -> None:
-    """Teach the model to add eight numbers up; ranks run shares and sum their gradients."""
+    """Train the model to add eight numbers; ranks run shares and sum their gradients."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(200):
         numbers = torch.randn(33, 8, generator=torch.Generator().manual_seed(step)).double()
@@ -45,7 +45,7 @@ def run_rank(rank: int, world_size: int, meeting: str) -> None:
     """Train, align and train again as one of the ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
-    torch.manual_seed(rank)  # every rank begins with other parameters
+    torch.manual_seed(rank)  # every rank starts with different parameters
     model = nn.Linear(8, 1).double()
     for act in (train, align, train):
         act(model)

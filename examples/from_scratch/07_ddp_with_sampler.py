@@ -1,4 +1,4 @@
-"""DDP with a sampler: DistributedSampler repeats samples until every rank has equally many.
+"""DDP with a sampler: DistributedSampler repeats samples so that all ranks have the same number.
 
 gradient = average over the ranks of d/dw (sum of the rank's losses * ranks / samples of the batch)
 """
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 
 def padded(num_samples: int, batch_size: int) -> list[Tensor]:
-    """Return this rank's rows of each batch: as many on every rank, so that some run twice."""
+    """Return this rank's rows of each batch: equally many on every rank, some repeated."""
     sampler = torch.utils.data.DistributedSampler(range(num_samples), shuffle=False)
     return list(torch.tensor(list(sampler)).split(batch_size // dist.get_world_size()))
 
 
 def exact(num_samples: int, batch_size: int) -> list[Tensor]:
-    """Return this rank's rows of each batch: none runs twice, so that some ranks run one less."""
+    """Return this rank's rows of each batch: none is repeated, so some ranks run one fewer."""
     batches = torch.arange(num_samples).split(batch_size)
     return [rows[dist.get_rank() :: dist.get_world_size()] for rows in batches]
 
 
 def gradient(ddp: nn.Module, numbers: Tensor) -> Tensor:
-    """Return the gradient of the batch of which this rank runs `numbers` and others the rest."""
+    """Return the gradient of a batch; this rank runs `numbers`, the other ranks the rest of it."""
     dist.all_reduce(num_samples := torch.tensor(len(numbers)))
     ddp.zero_grad()
     losses = (ddp(numbers)[:, 0] - numbers.sum(dim=1)).square()
@@ -34,7 +34,7 @@ def gradient(ddp: nn.Module, numbers: Tensor) -> Tensor:
 
 
 def run_rank(rank: int, world_size: int, meeting: str) -> None:
-    """Learn to add eight numbers up as one of the ranks."""
+    """Train a model to add eight numbers, as one of the ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
     numbers = torch.randn(101, 8, generator=torch.Generator().manual_seed(0)).double()
@@ -42,7 +42,7 @@ def run_rank(rank: int, world_size: int, meeting: str) -> None:
         torch.manual_seed(0)
         ddp = nn.parallel.DistributedDataParallel(nn.Linear(8, 1).double())
         shares = deal(101, 30)
-        whole = gradient(ddp, numbers[90:])  # what comes out if every rank runs all of it
+        whole = gradient(ddp, numbers[90:])  # the reference: every rank runs the whole batch
         error = (gradient(ddp, numbers[shares[-1]]) - whole).norm() / whole.norm()
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         for rows in shares * 10:
@@ -51,7 +51,7 @@ def run_rank(rank: int, world_size: int, meeting: str) -> None:
         if rank == world_size - 1:
             print(f"{deal.__name__:6}  last rows {shares[-1].tolist()}  gradient error {error:.1e}")
     del ddp
-    gc.collect()  # DDP has to be gone before its process group is
+    gc.collect()  # delete DDP before its process group
     dist.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
-"""no_sync: with accumulation under DDP, gradients need to travel once per step, not K times.
+"""no_sync: with accumulation under DDP, one reduction per step is enough instead of K.
 
-bytes sent per step = bytes of the gradient * backwards that reduce it
+bytes sent per step = bytes of the gradient * backward passes that reduce it
 """
 
 import gc
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def counting_hook(sent: list[int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average gradients over the ranks as DDP does by itself, and keep a record of their bytes."""
+    """Average gradients over the ranks, as DDP does without a hook, and record their bytes."""
     sent.append(bucket.buffer().nbytes)
     return allreduce_hook(dist.group.WORLD, bucket)
 
@@ -35,7 +35,7 @@ def gradient(ddp: DistributedDataParallel, numbers: Tensor, size: int, around: s
 
 
 def run_rank(rank: int, world_size: int, meeting: str) -> None:
-    """Learn to add eight numbers up as one of the ranks."""
+    """Train a model to add eight numbers, as one of the ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
     for around in ("nothing", "backward", "forward", "forward and backward"):

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 
 def text(num_sentences: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return sentences that count up by 1 or 2, and labels: what follows, -100 after the end."""
+    """Return sentences that count up by 1 or 2, and the next tokens as labels, padded with -100."""
     random = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 25, (num_sentences, 1), generator=random)
     tokens = torch.randint(1, 3, (num_sentences, 25), generator=random).cumsum(dim=1) % 8
@@ -21,13 +21,13 @@ def text(num_sentences: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def gradient(model: nn.Module, tokens: Tensor, labels: Tensor, size: int) -> Tensor:
-    """Leave the gradient of the batch in `p.grad` on every rank; return it in one row."""
+    """Set `p.grad` to the gradient of the batch on every rank; return it as one vector."""
     share = torch.arange(len(labels))[dist.get_rank() :: dist.get_world_size()]
     model.zero_grad()
     for rows in share.split(size):
         cross_entropy(model(tokens[rows]).mT, labels[rows], reduction="sum").backward()
     sums = [p.grad.flatten() for p in model.parameters()] + [(labels[share] != -100).sum()[None]]
-    dist.all_reduce(message := torch.cat(sums))  # the only one in the step
+    dist.all_reduce(message := torch.cat(sums))  # the only reduction in the step
     row, gradients = message[:-1] / message[-1], [p.grad for p in model.parameters()]
     nn.utils.vector_to_parameters(row, gradients)
     return row

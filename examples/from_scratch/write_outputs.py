@@ -1,7 +1,7 @@
-"""Run the programs and write their output into README.md, each into the block under its name.
+"""Run the programs and write their outputs into the blocks of README.md.
 
 python examples/from_scratch/write_outputs.py        all of them
-python examples/from_scratch/write_outputs.py 03 05  those whose names begin so
+python examples/from_scratch/write_outputs.py 03 05  only those whose names start with 03 or 05
 """
 
 import re
@@ -22,22 +22,22 @@ def shown(page: str) -> dict[str, str]:
 
 
 def with_outputs(page: str, printed: dict[str, str]) -> str:
-    """Return the page with other blocks for these programs."""
+    """Return the page with the new outputs in its blocks."""
     return BLOCK.sub(lambda match: match[1] + printed.get(match["name"], match["text"]), page)
 
 
 def run(program: str) -> str:
-    """Return the output of a program, started as a student starts it.
+    """Return the output of a program.
 
     Raises:
-        subprocess.SubprocessError: it fails, or does not end.
+        subprocess.SubprocessError: the program fails or exceeds the time limit.
     """
     command = [sys.executable, str(FOLDER / program)]
     return subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_SECONDS, check=True).stdout
 
 
 def main(beginnings: Sequence[str]) -> None:
-    """Run programs and write the page; after a failure the page is unchanged."""
+    """Run programs and write the page; a failure leaves the page unchanged."""
     page = PAGE.read_text(encoding="utf-8")
     chosen = [name for name in shown(page) if not beginnings or name.startswith(tuple(beginnings))]
     printed = {}
