@@ -5,15 +5,18 @@ import io
 import re
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 from rich.console import Console as Terminal
+from rich.console import RenderableType
 from rich.terminal_theme import TerminalTheme
 
-from anybatch.cli.launch import ConsoleFilter, place_of, summary
+from anybatch.cli.launch import describe_files, summary
 from anybatch.core.run_config import RunConfig
-from anybatch.events.console import Console, Screen, ScreenContents
+from anybatch.events.console import Console
 from anybatch.recipes.digits import digits
-from anybatch.recipes.session import SessionStart, train
+from anybatch.recipes.run_folder import RunFolder
+from anybatch.recipes.session import train
 
 OUT = Path(__file__).with_name("console.svg")
 WIDTH = 104
@@ -30,27 +33,23 @@ THEME = TerminalTheme(
 )
 
 
-class Picture(Screen):
-    """A screen that draws the last moment of a run only, as a terminal keeps it.
+class LastFrame:
+    """Replaces rich's `Live`: draws the last frame only, as a terminal keeps it."""
 
-    Args:
-        terminal: records what is printed to it.
-    """
+    def __init__(self, *, console: Terminal, **_: object) -> None:
+        self._terminal = console
+        self._last: RenderableType = ""
 
-    def __init__(self, terminal: Terminal) -> None:
-        super().__init__(terminal)
-        self.seconds_per_step = self.seconds_per_micro_batch = 0.0
-        self._last: ScreenContents | None = None
+    def start(self) -> None:
+        """Do nothing."""
 
-    def show(self, moment: ScreenContents, /) -> None:
-        """Keep a moment."""
-        self._last = moment
+    def update(self, frame: RenderableType, **_: object) -> None:
+        """Keep a frame."""
+        self._last = frame
 
-    def close(self) -> None:
-        """Draw the last moment."""
-        if self._last is not None:
-            self._terminal.print(self._last)
-        self._last = None
+    def stop(self) -> None:
+        """Draw the last frame."""
+        self._terminal.print(self._last)
 
 
 def main() -> None:
@@ -58,11 +57,15 @@ def main() -> None:
     terminal = Terminal(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     terminal.print(f"$ {COMMAND}", style="bold", highlight=False)
 
-    def begin(session: SessionStart) -> ConsoleFilter:
-        terminal.print(place_of(session), highlight=False)
-        return ConsoleFilter(Console(session.num_steps, screen=Picture(terminal)))
+    def begin(folder: RunFolder, num_steps: int | None) -> Console:
+        terminal.print(describe_files(folder), highlight=False)
+        return Console(num_steps, terminal=terminal)
 
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.chdir(folder),
+        patch("anybatch.events.console.Live", LastFrame),
+    ):
         choices = RunConfig(epochs=NUM_EPOCHS, micro_batch_size=MICRO_BATCH_SIZE)
         outcome = train(digits(), Path("runs", "digits"), choices, observer=begin)
         terminal.print(summary(outcome, tensorboard=""), end="", highlight=False, soft_wrap=True)

@@ -10,6 +10,12 @@ from guide.tests.browser.chromium import DESKTOP, bring_to_life, come_to, launch
 
 DOCS = Path(__file__).parent
 TALL = ViewportSize(width=1280, height=1120)
+BACKWARD = "10.5"
+"""Second of the scene in which the first micro-batch runs its backward."""
+SETTLE = """async () => {
+    document.activeElement.blur();
+    await Promise.all(document.getAnimations().map(one => one.finished));
+}"""
 
 
 def draw_chapter(page: Page, chapter: str, name: str) -> None:
@@ -23,6 +29,8 @@ def draw(page: Page) -> None:
     """Draw the first screen, the loop, memory over a step, and a run of the playground beside its mistake."""
     bring_to_life(page)
     page.evaluate("scrollTo({top: 0, behavior: 'instant'})")
+    page.get_by_role("slider", name="Position in the scene").fill(BACKWARD)
+    page.evaluate(SETTLE)
     page.screenshot(path=DOCS / "guide_first_screen.png")
     draw_chapter(page, "loop", "guide_loop")
     come_to(page, "memory").locator("figure").nth(1).screenshot(path=DOCS / "guide_memory.png")

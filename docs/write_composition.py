@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from anybatch.core.compatibility import TABLE, Feature, Verdict, cell
+from anybatch.core.compatibility import TABLE, Combinations, Feature, Verdict, cell
 
 
 def as_markdown() -> str:
@@ -24,45 +24,45 @@ def as_markdown() -> str:
 _INTRODUCTION = """# Which features can be combined
 
 The engine checks this table before it changes the model.
-A test runs every cell on one rank and on two ranks, on CPUs, with torch.compile's backends `aot_eager` and `eager`.
+A *cut* splits an effective batch into micro-batches, and a *deal* assigns these to ranks.
+With deal='balanced', a micro-batch at the border of two ranks may be split.
+A test runs every cell on one and on two CPU ranks, with torch.compile's backends `aot_eager` and `eager`.
 A pair without its own entry gets the worse verdict of its two features.
 
 `python docs/write_composition.py` writes this page from `src/anybatch/core/compatibility.py`."""
 _ATTACHED = """## Attached to parameters, or used by the loss
 
 `tests/parallel/test_attached_to_parameters.py` runs every row on two ranks.
-For every row that `fsdp` refuses, `zero1` works, because it keeps whole weights.
+Where `fsdp` refuses a row, `zero1` works, because it keeps whole weights.
 
 | feature | `all_reduce`, `ddp`, `zero1` | `fsdp` |
 |---|---|---|
 | attributes of parameters (`_no_weight_decay`) | kept | carried over to the shards |
-| `parameter.register_hook` | once per step, on the summed gradient | once per step, on the whole gradient |
+| `parameter.register_hook` | once per step, on the summed gradient | refused: `ParameterError` |
 | `register_post_accumulate_grad_hook` | refused: `ParameterError` | refused: `ParameterError` |
 | your own parameter class | kept | refused: `ParameterError` |
 | channels-last or transposed weights | kept | refused: `ParameterError` |
 | optimizers that need whole parameters (Muon, Adafactor) | exact | refused: `CompositionError` |
-| loss function uses weights outside of FSDP blocks | exact | exact |
+| loss function uses weights outside of FSDP blocks (the modules that FSDP shards together) | exact | exact |
 | loss function uses weights of an FSDP block | exact | refused in the first micro-batch: `LossError` |
-| loss function captured a parameter | exact | refused: `ParameterError` |
+| loss function refers to a parameter (as a closure) | exact | refused: `ParameterError` |
 | loss function calls `torch.autograd.grad` through the model | exact | refused in the first micro-batch: `LossError` |
-| second function of `ab.joint` uses weights, of the model or its own | exact | exact |
+| second function of `ab.joint` uses weights of the model or its own weights | exact | exact |
 | samples with different numbers of items | exact | exact |
 | loss through the model of another engine (a GAN) | exact | exact |"""
 _MEANINGS: Mapping[Verdict, str] = {
-    Verdict.EXACT: "exact: the gradient equals the gradient of the unsplit batch, to 1e-12 in float64; with bf16 or "
-    "fp16 up to their rounding, because each micro-batch's gradient is rounded once",
-    Verdict.SAME_CUT: "exact for the same split: the same micro-batches give the same gradient on any ranks",
-    Verdict.DIFFERS: "differs: it runs, but the gradient differs from the gradient of the unsplit batch",
-    Verdict.UNTESTED: "untested: it runs, but has not been compared",
+    Verdict.EXACT: "exact: the gradient equals the gradient of the unsplit batch (to 1e-12 in float64; up to rounding "
+    "in bf16 and fp16)",
+    Verdict.SAME_CUT: "exact for the same cut: the same micro-batches give the same gradient on any number of ranks",
+    Verdict.DIFFERS: "differs: it runs, with a different gradient",
     Verdict.EXCLUSIVE: "exclusive: the two cannot occur together",
-    Verdict.REFUSED: "refused: `CompositionError` before the model is changed, or in the first backward if it shows "
-    "only there",
+    Verdict.REFUSED: "refused: `CompositionError` before the model is changed, or in the first backward if only that "
+    "can show it",
 }
 _SECTIONS: Mapping[str, Verdict] = {
     "Refused": Verdict.REFUSED,
     "Differs": Verdict.DIFFERS,
-    "Exact for the same split": Verdict.SAME_CUT,
-    "Untested": Verdict.UNTESTED,
+    "Exact for the same cut": Verdict.SAME_CUT,
     "Exclusive across axes": Verdict.EXCLUSIVE,
 }
 _DETECTED_LATE: Mapping[str, str] = {
@@ -79,11 +79,10 @@ def _legend() -> str:
 
 def _features() -> str:
     rows = [
-        f"| {number} | `{feature.name.lower()}` | {feature.axis} | "
-        f"{feature.says}{_DETECTED_LATE.get(feature.axis, '')} |"
-        for number, feature in enumerate(Feature, 1)
+        f"| `{feature.name.lower()}` | {feature.axis} | {feature.label}{_DETECTED_LATE.get(feature.axis, '')} |"
+        for feature in Feature
     ]
-    return "\n".join(["| | feature | axis | meaning |", "|---|---|---|---|", *rows])
+    return "\n".join(["| feature | axis | meaning |", "|---|---|---|", *rows])
 
 
 def _matrix() -> str:
@@ -95,16 +94,29 @@ def _matrix() -> str:
         marks = "".join(cell(row, column).verdict.value for column in ordered[:number])
         groups = " ".join(marks[start : start + 10] for start in range(0, number, 10))
         lines.append(f"{number:>2} {row.name.lower():<{width}} {groups}")
-    columns = "Columns have the numbers of the rows, in groups of ten; the diagonal shows single features."
+    columns = (
+        "Columns have the numbers of the rows, in groups of ten; the diagonal has the verdict on a single feature."
+    )
     return "\n".join([columns, "", "```text", *lines, "```"])
+
+
+def _named(combinations: Combinations) -> str:
+    """Return the names of features or pairs: all pairs with the same second features as "`a`, `b` with `c`, `d`"."""
+    seconds: dict[str, list[str]] = {}
+    for first, *others in combinations:
+        seconds.setdefault(f"`{first.name.lower()}`", []).extend(f"`{other.name.lower()}`" for other in others)
+    firsts: dict[tuple[str, ...], list[str]] = {}
+    for name, partners in seconds.items():
+        firsts.setdefault(tuple(partners), []).append(name)
+    parts = [(", ".join(names), ", ".join(partners)) for partners, names in firsts.items()]
+    return "; ".join(" with ".join(filter(None, part)) for part in parts)
 
 
 def _section(title: str, verdict: Verdict) -> str:
     items = []
     for combinations, found in TABLE.items():
         if found.verdict is verdict:
-            names = [" with ".join(f"`{feature.name.lower()}`" for feature in features) for features in combinations]
-            items.append(f"- {', '.join(names)}: {found.reason}. {found.remedy}".rstrip())
+            items.append(f"- {_named(combinations)}: {found.reason}. {found.remedy}".rstrip())
     return "\n\n".join([f"## {title}", "\n".join(items) or "None."])
 
 
