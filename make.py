@@ -173,6 +173,7 @@ def check(arguments: Sequence[str]) -> int:
         "lint": [venv_program("ruff"), "check"],
         "format": [venv_program("ruff"), "format", "--check"],
         "types": [venv_program("mypy")],
+        "names in benchmarks": [venv_program("mypy"), "--config-file", "benchmarks/mypy.ini", "benchmarks"],
         "layers": [venv_program("lint-imports"), "--no-logo"],
         "architecture": [venv_program("python"), "-m", "pytest", "-q", "tests/architecture"],
     }

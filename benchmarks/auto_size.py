@@ -247,7 +247,7 @@ def planned_bytes(case: Case, size: int) -> int:
         strategy="single",
         profile="cpu",
     )
-    return find_envelopes(spec, 2**40, most_samples=case.num_samples).peak_bytes(size)
+    return find_envelopes(spec, 2**40, max_samples=case.num_samples).peak_bytes(size)
 
 
 def table_of_choices() -> list[str]:

@@ -108,7 +108,7 @@ def by_hand(reduction: str) -> Callable[[InMemory], object]:
     return step
 
 
-def by_engine(strategy: object) -> Callable[[InMemory], object]:
+def by_engine(strategy: str | ab.Strategy) -> Callable[[InMemory], object]:
     """Return the engine's step under a strategy."""
     engine = ab.Engine(
         Model(),
@@ -168,7 +168,7 @@ def planned(kind: str, num_ranks: int) -> str:
     """Return the peak that the planner predicts for a rank, in MiB."""
     sample = {"x": torch.zeros(1, 16), "y": torch.zeros(1, dtype=torch.long)}
     train = TrainSpec(model=Model(), optimizer=adamw, loss=ab.mean_over_samples(loss))
-    how = (lambda: FSDP(reduction=kind)) if kind in REDUCTIONS else kind  # type: ignore[arg-type, return-value]
+    how = (lambda: FSDP(reduction=kind)) if kind in REDUCTIONS else kind  # type: ignore[arg-type]
     spec = StepSpec(train=train, sample=sample, strategy=how, world_size=num_ranks, profile="cpu")
     return f"{trace_step(spec, SIZE).steady.peak_bytes / 2**20:.1f}"
 

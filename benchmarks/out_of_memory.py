@@ -82,7 +82,7 @@ def last_point(run: Run, whole: End) -> int:
 
 def phase_of(end: End) -> str:
     """Return the phase of the first failure."""
-    return end.failed[0] if end.failed else ""
+    return end.events[0][0] if end.events else ""
 
 
 def small() -> nn.Module:

@@ -98,7 +98,7 @@ def bert() -> nn.Module:
         num_hidden_layers=24,
         num_attention_heads=16,
         intermediate_size=4096,
-        attn_implementation="eager",
+        attn_implementation="eager",  # type: ignore[call-arg]
     )
     model: nn.Module = transformers.BertForSequenceClassification(config)
     return model

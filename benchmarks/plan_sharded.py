@@ -62,7 +62,7 @@ class Case:
 CASES = {
     "transformer, 4 x 256, 128 tokens, AdamW": Case(lambda: Language(4, 256), TOKENS, text(128), 8),
     "transformer, 6 x 512, 32 tokens, AdamW": Case(lambda: Language(6, 512), TOKENS, text(32), 4),
-    "transformer, 6 x 512, checkpointing": Case(lambda: Language(6, 512, again=True), TOKENS, text(64), 8),
+    "transformer, 6 x 512, checkpointing": Case(lambda: Language(6, 512, checkpointing=True), TOKENS, text(64), 8),
     "CNN, AdamW": Case(lambda: images(64, lambda _: nn.Identity()), SAMPLES, pictures, 16),
     "CNN with BatchNorm, SGD": Case(lambda: images(64, nn.BatchNorm2d), SAMPLES, pictures, 16, sgd),
 }

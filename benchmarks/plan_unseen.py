@@ -352,9 +352,9 @@ def row(library: str, one: Drawn) -> tuple[str, float | None, str]:
         text = refused.replace("|", "/").replace("\n", " ")
         return f"{what} - | {found / MEBIBYTE:.1f} | - | {took:.1f} | {text} |", None, "refused"
     expected = plan.baseline.peak.num_bytes
-    error = 100 * (expected / found - 1)
-    figures = f"{expected / MEBIBYTE:.1f} | {found / MEBIBYTE:.1f} | {error:+.3f} | {took:.1f}"
-    return f"{what} {figures} | {'; '.join(plan.notes[:2])[:120]} |", error, "planned"
+    deviation = 100 * (expected / found - 1)
+    figures = f"{expected / MEBIBYTE:.1f} | {found / MEBIBYTE:.1f} | {deviation:+.3f} | {took:.1f}"
+    return f"{what} {figures} | {'; '.join(plan.notes[:2])[:120]} |", deviation, "planned"
 
 
 def summary(errors: list[float], counts: dict[str, int]) -> list[str]:

@@ -96,7 +96,7 @@ def end(agents: Agents, folder: Path) -> None:
     for agent in agents:
         if agent.wait(TIMEOUT_SECONDS):
             texts = [path.read_text()[-2000:] for path in folder.parent.glob(f"{folder.name}.*")]
-            raise RuntimeError("\n".join([f"{agent.args} ended with status {agent.returncode}", *texts]))
+            raise RuntimeError("\n".join([f"{agent.args!r} ended with status {agent.returncode}", *texts]))
 
 
 def with_torchrun(made: list[Host], folder: Path) -> None:

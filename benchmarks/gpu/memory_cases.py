@@ -54,7 +54,7 @@ class ChunkedLoss(nn.Module):
         super().__init__()
         self.model = Language(scale.depth, scale.width)
         self.head = self.model.head
-        self.model.head = nn.Identity()
+        self.model.register_module("head", nn.Identity())
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the mean cross-entropy over tokens."""
@@ -181,7 +181,7 @@ CASES: dict[str, Case] = {
         lambda scale: memory_accuracy.images(scale.channels, nn.BatchNorm2d), ab.mean_over_samples(of_class), images, 16
     ),
     "decoder, checkpointing, bf16 autocast": Case(
-        lambda scale: Language(scale.depth, scale.width, again=True), TOKENS, texts, options=BF16
+        lambda scale: Language(scale.depth, scale.width, checkpointing=True), TOKENS, texts, options=BF16
     ),
     "LoRA on Llama (peft), bf16 autocast": Case(
         lambda _: adapted_llama(), OF_TRANSFORMERS, lambda _, number: padded(number), 8, options=BF16

@@ -108,7 +108,8 @@ def new_lengths(setting: Setting) -> Rows:
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     for name, is_allowed in (("torch's choice", enabled), ("without cuDNN", False)):
         torch.backends.cuda.enable_cudnn_sdp(is_allowed)
-        first, again = [], []
+        first: list[float] = []
+        again: list[float] = []
         for length in range(523 + is_allowed, 823, 37):
             parts = [
                 torch.randn(8, length, 12, 64, device=setting.device, dtype=torch.bfloat16, requires_grad=True)
