@@ -129,7 +129,7 @@ def test_the_same_log_gives_the_same_picture(log: Path, tmp_path: Path) -> None:
 def test_without_matplotlib(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without matplotlib, the error has the install command, and nothing is written."""
     monkeypatch.delitem(sys.modules, "anybatch.events.drawing", raising=False)
-    monkeypatch.delattr(importlib.import_module("anybatch.events"), "drawing")
+    monkeypatch.delattr(importlib.import_module("anybatch.events"), "drawing", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     out = tmp_path / "a.png"
 
