@@ -60,7 +60,7 @@ def test_lines_of_a_run() -> None:
     assert printed[4] == (
         "step 6 of 12 loss 0.333 gradient norm 1.25 learning rate 0.00100 samples/s 64.0 epoch 1 time 6.0 s left 6.0 s"
     )
-    assert printed[-1] == "completed after 13 s, 12 steps made"
+    assert printed[-1] == "completed after 13 s, 12 steps"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_lines_of_a_run() -> None:
             diagnosis("found 3", step=39, level="info", remedy="Look again."),
             "step 40 of 100 note: found 3. Look again.",
         ),
-        (end(40), "completed, 40 steps made"),
+        (end(40), "completed, 40 steps"),
         (end(40, status="failed", message="reported by the caller"), None),
         (checkpoint(40), None),
         (start(rank=1), None),

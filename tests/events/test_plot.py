@@ -97,7 +97,7 @@ def test_pictures_are_written(log: Path, tmp_path: Path) -> None:
     assert heads == [b"\x89PNG\r", b"<?xml", b"%PDF-"]
     svg = paths[1].read_text(encoding="utf-8")
     assert GEOMETRY in svg
-    assert "steps made" in svg
+    assert "finished steps" in svg
     assert "#123456" not in svg
 
 

@@ -68,7 +68,7 @@ def charts(folder: Path) -> Charts:
 
 
 def test_charts_match_the_records(tmp_path: Path) -> None:
-    """A step, with its terms, groups and memory in GiB, is a point at the number of steps made; None has no chart."""
+    """A step with its terms, groups and memory in GiB is a point at the number of finished steps; None has no chart."""
     known = {"allocated_bytes": 2**29, "reserved_bytes": 2**31, "peak_bytes": 2**30, "limit_bytes": 2**34}
     records: list[Record] = [
         start(),

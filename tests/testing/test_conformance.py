@@ -20,7 +20,7 @@ WRONG: dict[LoopFault, dict[str, set[int]]] = {
     },
     "constant divisor": {
         "ragged micro-batches": {5, 4},
-        "partial last window": {4, 2},
+        "partial last batch": {4, 2},
         "class weights": {4, 1},
         "masked tokens": {4, 1},
         "micro-batches without targets": {3, 1},
@@ -28,12 +28,12 @@ WRONG: dict[LoopFault, dict[str, set[int]]] = {
         "fewer samples than one micro-batch": {4, 2},
     },
     "dropped tail": {
-        "partial last window": {12, 4, 2},
+        "partial last batch": {12, 4, 2},
         "fewer samples than one micro-batch": {12, 4, 2},
     },
     # Three samples, each four times, have the mean of three: only their ids show the fault.
     "duplicated samples": {
-        "partial last window": {12, 4, 2},
+        "partial last batch": {12, 4, 2},
         "fewer samples than one micro-batch": {12, 4, 2},
     },
 }
@@ -94,7 +94,7 @@ def test_known_faults_are_detected(fault: LoopFault) -> None:
 @pytest.mark.slow
 def test_faults_are_named_by_their_gradients() -> None:
     """A fault is also found by the gradients alone, where they differ."""
-    case = next(case for case in CASES if case.name == "partial last window")
+    case = next(case for case in CASES if case.name == "partial last batch")
     for fault in ("constant divisor", "duplicated samples"):
         rows = {row.micro_batch_size: row for row in conformance.run(Silent(fault), [case]).rows}
         assert fault in rows[4].reason

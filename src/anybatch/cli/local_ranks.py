@@ -42,7 +42,7 @@ class SharedState:
     Attributes:
         stop: nonzero after a request to stop.
         statuses: exit status of each rank; `_UNKNOWN` until a rank reports one.
-        last_error: error message of a rank that failed because another rank did; printed if that rank has no message.
+        last_error: message of a rank that failed because another rank failed; printed if the other left no message.
         num_threads: torch threads of each rank.
     """
 
@@ -140,7 +140,7 @@ def serve(request: TrainRequest, shared: SharedState, rank: int, num_ranks: int,
 def _lasting_path(store: Path) -> Path:
     """Return a path to the store that stays valid after the file is removed (Linux only).
 
-    torch waits for a missing file without releasing the GIL.
+    Otherwise a late rank would hang: torch waits for a missing file without releasing the GIL.
     """
     path = Path(f"/proc/self/fd/{os.open(store, os.O_RDWR)}")
     return path if path.exists() else store
@@ -153,7 +153,7 @@ def threads_per_rank(num_ranks: int) -> int:
 
 
 def exit_status_of(statuses: Sequence[int], exit_codes: Mapping[int, int]) -> tuple[Status, str]:
-    """Return the exit status of a run, and a message about a rank that died without one.
+    """Return the exit status of a run, and a message if a rank died without reporting its status (else empty).
 
     Args:
         statuses: status of each rank; below 0 if the rank reported none.

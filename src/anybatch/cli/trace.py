@@ -27,7 +27,7 @@ def run(argv: Sequence[str]) -> int:
         sys.stdout.write(f"skipped {report.num_skipped} unreadable lines\n")
     if report.shifted:
         names = ", ".join(map(str, report.shifted))
-        sys.stdout.write(f"clocks differ from rank 0's: {names}; their steps are aligned with the ends of rank 0's\n")
+        sys.stdout.write(f"clocks of ranks {names} differ from rank 0's: their events are shifted to align steps\n")
     return Status.DONE
 
 

@@ -29,7 +29,7 @@ def micro_batch_seed(seed: int, step: int, first_sample_id: int) -> int:
 
 
 def joint_seed(seed: int, step: int) -> int:
-    """Return the 63-bit seed for the random numbers of a loss across samples: one per step, the same on every rank."""
+    """Return a step's 63-bit seed for a loss that compares samples (`ab.joint`); it is the same on every rank."""
     return _folded(_JOINT, seed, step, 0) >> 1
 
 
@@ -65,14 +65,14 @@ def sample_keys(key: BatchKey, start: int, stop: int) -> Int64[Tensor, " sample"
 def sample_bits(keys: Int64[Tensor, " sample"], call: int, shape: Sequence[int]) -> Int32[Tensor, "sample ..."]:
     """Return 32 uniform random bits, as a signed number, for every element of every sample.
 
-    The bits depend only on the sample's key, the number of the call (from 0 on) and the element's indices, with axes
-    counted from the last: not on the other samples, the lengths of the axes, or the device. `shape` is the shape of one
+    The bits depend only on the sample's key, the number of the call (from 0) and the element's indices (axes are
+    counted from the last). Other samples, axis lengths and the device do not matter. `shape` is the shape of one
     sample's numbers, with at least one axis. As a formula: `bits[n, ..., j, i] = half(i % 2, splitmix64(keys[n] +
     c(call) + stride(0) * (i // 2) + stride(1) * j + ...))`, where half(0, x) and half(1, x) are the lower and upper 32
     bits of x, c(call) is an offset for each call, and stride(k) an odd number for each axis.
 
     Source: the splitmix64 finaliser (Steele, Lea and Flood, OOPSLA 2014), on 64-bit numbers that wrap around. Each
-    output serves two neighbours, 32 bits each. Not cryptographic.
+    64-bit output gives 32 bits to each of two neighbouring elements. Not cryptographic.
     """
     state = keys + _signed(_folded(_CALL, call, 0, 0) & ~1)
     lengths = (*shape[:-1], (shape[-1] + 1) // 2)

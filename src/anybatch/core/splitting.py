@@ -38,7 +38,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """The constraints for splitting an effective batch into units.
+    """Options for splitting an effective batch into units (micro-batches).
 
     Args:
         micro_batch_size: maximum samples in a unit; None for no limit.
@@ -47,8 +47,8 @@ class Cut:
         deal: "balanced" gives ranks numbers of samples that differ by at most one, and splits each share separately;
             "fixed" splits the whole batch once and assigns whole units, which then do not depend on the world size.
         lockstep: every rank must run the same number of units; short shares are padded with units of weight 0.
-        group: units and shares hold whole groups of this many consecutive samples, see `group_sizes`; a unit may hold
-            one sample more than allowed, if its last group has one more.
+        group: units and shares hold whole groups of this many consecutive samples, see `group_sizes`. A unit may exceed
+            `micro_batch_size` by one sample, because the last group may have one sample more than the others.
         min_samples: minimum samples of a unit; units of equal size are used if a unit would be smaller otherwise.
     """
 
@@ -66,14 +66,14 @@ class CutConstraints:
 
     Attributes:
         lockstep: every rank runs the same number of units, and has at least one unit with samples in every step.
-        fills_up: every rank runs the same number of units; a rank without samples runs fillers.
-        every_unit: units whose loss has a count of 0 are run too.
+        fills_up: like `lockstep`, but a rank may have no samples in a step; it then runs only fillers (weight 0).
+        every_unit: units without any item of the loss, such as a token with a label, are run too.
         whole: a rank share is one unit, regardless of its size.
         group: units and rank shares hold whole groups of this many consecutive samples; None for no groups.
         min_samples: minimum samples of a unit, if units of equal size can reach it.
         joins_ranks: ranks wait for each other in the middle of a forward.
-        largest_fitting: why "auto" takes the largest micro-batch that fits instead of the fastest, as a clause; empty
-            if it takes the fastest.
+        largest_fitting: why "auto" takes the largest micro-batch that fits, as a text to follow "because"; empty if it
+            takes the fastest.
     """
 
     lockstep: bool = False
@@ -113,7 +113,7 @@ class BatchPlan:
         num_samples: samples of the effective batch over all ranks.
         shares: for each rank its units, in the order in which they run.
         cut: the constraints of the plan.
-        order: a permutation of the batch's positions, whose ranges are the units; None for the batch's order.
+        order: a permutation of the batch's positions; a unit is a range of it. None: a unit is a range of the batch.
     """
 
     num_samples: int

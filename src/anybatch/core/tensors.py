@@ -18,7 +18,7 @@ def is_low_precision(tensor: Tensor) -> bool:
 
 
 def accumulation_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype for sums and messages of a parameter's gradient: float32 for bf16 and fp16, else its dtype."""
+    """Return the dtype for summing and sending a parameter's gradient: float32 for bf16 and fp16, else its dtype."""
     return torch.float32 if is_low_precision(tensor) else tensor.dtype
 
 
@@ -110,7 +110,7 @@ class Blocks:
 
 
 def repeated_blocks(modules: nn.Module) -> tuple[Blocks, ...]:
-    """Return the outermost repeated blocks: two or more modules of one class in a container, with child modules.
+    """Return the outermost repeated blocks: at least two modules of one class in one container, each with children.
 
     Examples are the layers of a transformer and the stages of a residual network. Repeated blocks inside a block are
     not returned, nor blocks without parameters.

@@ -1,9 +1,9 @@
 """Nested batches: count, slice and join their samples. Leaves with samples are sliced along their first axis.
 
 **The rule.** A mapping (dict, `BatchEncoding`), dataclass or named tuple holds fields, and so does a tuple that is the
-batch itself. The first axis of a field is the sample axis: of tensors with at least one axis, numpy arrays, plain lists
-(of strings, say), tuples of strings, which torch's default collate returns, and objects with `slice_samples(start,
-stop)` and `__len__`. Everything else (numbers, None, strings, scalar tensors) is shared by all samples.
+batch itself. These fields have samples along their first axis: tensors with at least one axis, numpy arrays, plain
+lists (of strings, say), tuples of strings (from torch's default collate), and objects with `slice_samples(start, stop)`
+and `__len__`. Everything else (numbers, None, strings, scalar tensors) is shared by all samples.
 
 A list of tensors or containers, or a tuple of them inside a batch, has two possible readings: either its entries are
 fields, or it has one entry per sample (always true for a `SampleList`). The reading that fits the lengths of all other
@@ -51,7 +51,7 @@ def is_cut_whole(node: object) -> bool:
 
 
 def is_container(node: object) -> bool:
-    """Whether an object contains leaves: a mapping, dataclass or tuple, or a list of other than plain values."""
+    """Whether an object contains leaves: a mapping, dataclass, tuple, or a list with items other than plain values."""
     # The most frequent type first: checking for a Mapping takes longer than everything else here.
     if isinstance(node, torch.Tensor):
         return False
@@ -233,7 +233,7 @@ def _rows_of_other_layouts(tensor: torch.Tensor, start: int, stop: int) -> torch
 
 
 def pick_samples(batch: Batch, positions: Sequence[int]) -> Batch:
-    """Return the samples of a nested batch at the given positions, in their order; not supported by user classes."""
+    """Return the samples of a nested batch at `positions`, in that order; batches of user classes are not supported."""
     if isinstance(positions, range) and positions.step == 1:
         return slice_samples(batch, positions.start, positions.stop)
     return join_samples([slice_samples(batch, position, position + 1) for position in positions])
@@ -251,7 +251,7 @@ def _joined(path: str, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 (a tensor,
         if other is not first:
             message = (
                 f"batches of a loader cannot be joined: {path} is {first} in one and {other} in another, but a value "
-                "without a sample axis must be equal in all. Leave it out and compute it in the loss or its count, or "
+                "without a sample axis must be equal in all. Leave it out and compute it in the loss function, or "
                 "use ab.batches(dataset, effective_batch_size=...), or have the loader yield effective batches."
             )
             raise DataError(message)
@@ -285,7 +285,7 @@ def _are_equal(one: Any, other: Any) -> bool:  # noqa: ANN401 (any leaf of a bat
 
 
 def resize_samples(batch: Batch, num_samples: int, resize: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    """Return a batch with `num_samples` samples: `resize` is applied to tensors, lists and arrays are repeated."""
+    """Return a batch with `num_samples` samples: `resize` is applied to tensors; items of lists are repeated."""
 
     def resized(leaf: Any) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
         if isinstance(leaf, torch.Tensor):
@@ -441,20 +441,20 @@ def _entries(node: Batch, number: int, *, is_top: bool = True) -> frozenset[int]
     if len(node) != number:
         return inner if holds_samples else None
     if holds_samples and inner is not None:
-        two = _ambiguity(f"a {type(node).__name__} in the batch", {number: frozenset()}, both=number)
+        two = _ambiguity(f"a {type(node).__name__} in the batch", {number: frozenset()}, num_entries=number)
         raise DataError(two, code="two_readings")
     return frozenset([id(node)])
 
 
-def _ambiguity(what: str, readings: Mapping[int, frozenset[int]], *, both: int | None = None) -> str:
+def _ambiguity(what: str, readings: Mapping[int, frozenset[int]], *, num_entries: int | None = None) -> str:
     ways = [
         f"{number} samples, one for each entry of a list"
         if entries
         else f"{number} samples, along the first axis of every tensor"
         for number, entries in readings.items()
     ]
-    if both is not None:
-        ways.append(f"{both} samples, one for each entry of a list")
+    if num_entries is not None:
+        ways.append(f"{num_entries} samples, one for each entry of a list")
     return (
         f"{what} can be read in two ways: {', or '.join(ways[:2])}. If its entries are fields, pass a dict. If they "
         "are samples, collate them with torch.utils.data.default_collate or pass anybatch.data.SampleList(samples)."

@@ -1,4 +1,4 @@
-"""The effective batches of a data set: sample ids first, and samples when the engine asks for them (`feed`)."""
+"""The effective batches of a data set. A batch holds sample ids; samples are loaded when the engine needs them."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ class StepSamples(NamedTuple):
     """The samples of one step, and their source. A tuple, because each step creates one, and tuples are fast.
 
     After the last step of an epoch, `end` is the beginning of the next epoch. `loaded` contains the samples of a stream
-    by id. `packed` is None unless the collate function can both pad and pack.
+    by id. `packed` tells a collate function that can both pad and pack which to do; None for other functions.
     """
 
     sample_ids: Sequence[int]
@@ -54,7 +54,7 @@ class OpenSource(ABC):
         self.known = known
 
     def feed(self, batch: StepSamples, units: Sequence[Positions], later_units: LaterUnits | None) -> Iterator[Batch]:
-        """Yield the micro-batches (units) of a batch; with an `OverEffectiveBatch`, collate once and then split."""
+        """Yield the micro-batches (units) of a batch; an `OverEffectiveBatch` collates the batch before it is split."""
         if not isinstance(self.request.collate, OverEffectiveBatch):
             keys = unit_keys(batch.start.epoch, batch.sample_ids, units, packed=batch.packed)
             for index, key in enumerate(keys):
@@ -66,7 +66,7 @@ class OpenSource(ABC):
 
     @abstractmethod
     def load(self, key: UnitKey, batch: StepSamples, keys: Sequence[UnitKey], later_units: LaterUnits | None) -> Batch:
-        """Return the micro-batch of `key`; `keys` are the batch's keys from `key` on, which restarted workers load."""
+        """Return the micro-batch of `key`. `keys` are this and the batch's later keys; restarted workers load them."""
 
     @property
     def subset_digest(self) -> int | None:
@@ -243,7 +243,7 @@ DatasetBatches = Generator[DatasetBatch, None, None]
 
 
 class Iteration:
-    """One iteration over a source. Without a `start`, it begins at the position of the engine that steps it first.
+    """One iteration over a source. Without a `start`, it begins at the position of the first engine that trains on it.
 
     The first batch is not read before it is needed, so that a stream is opened only once per epoch, and in the right
     epoch. Without an engine, the iteration begins at the beginning of the data.

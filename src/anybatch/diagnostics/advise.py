@@ -21,12 +21,12 @@ from anybatch.events.chrome_trace import rank_logs
 from anybatch.events.jsonl import JsonLine, read_jsonl
 
 MIN_GAIN = 0.05
-"""A gain below this fraction of the time is not worth another batch size."""
+"""Changing the batch size is not worthwhile if it saves less than this fraction of the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdviceRow:
-    """The cost of one batch size to reach the same loss, relative to the current batch size, whose cost is 1."""
+    """The cost of reaching the same loss with one batch size, relative to the cost with the current batch size."""
 
     name: str  # why it is in the table
     size: float  # in samples
@@ -43,7 +43,7 @@ class Advice:
     Attributes:
         size: the measured effective batch size, in samples.
         micro_batch_size: maximum samples of one forward and backward.
-        cost: time and samples by batch size, with the noise scale as critical batch size.
+        cost: model of time and samples for each batch size, with the noise scale as critical batch size.
         interval: the noise scale's 95% interval; the upper end is infinite if it is not known yet.
         items: the items that the loss is a mean over, such as "tokens".
         items_per_sample: mean number of items in a sample.
@@ -71,7 +71,7 @@ class Advice:
 
     @property
     def best(self) -> float:
-        """The effective batch size, in samples, with the least time to a loss; a lower bound unless `is_known`."""
+        """The effective batch size, in samples, that reaches a loss fastest; a lower bound unless `is_known`."""
         return self._cost.best
 
     @property
@@ -87,7 +87,7 @@ class Advice:
 
     @property
     def gain_of_accumulating(self) -> float:
-        """The fraction of the time that the best size saves over one micro-batch per rank; 0 unless it is larger."""
+        """Fraction of the time that the best size saves over one micro-batch per rank; 0 if it is not larger."""
         alone = self.micro_batch_size * self.num_ranks
         return 0.0 if self.best <= alone else 1.0 - self._cost.seconds(self.best, by=alone)
 
@@ -113,7 +113,8 @@ class Advice:
         if self.interval[0] <= 0:
             return "\n".join([*lines, "", "No advice yet: measure more steps."])
         rates = [f"  lr {rate:.6g} ({name})" for name, rate in self.learning_rates.items()]
-        lines += ["", *self._table_lines(), "", *self._verdict(), *(["", "learning rate there:"] * bool(rates)), *rates]
+        heading = ["", "learning rate for this batch size, scaled by the"] * bool(rates)
+        lines += ["", *self._table_lines(), "", *self._verdict(), *heading, *rates]
         return "\n".join([*lines, "", _LIMITS])
 
     def as_json(self) -> dict[str, Any]:
@@ -184,19 +185,19 @@ class Advice:
         low, high = self.best_interval
         ends = f"{low:,.0f} to {high:,.0f}" if self.is_known else f"at least {low:,.0f}"
         lines = [f"time-optimal effective batch: {least}{self.best:,.0f} samples (95% interval {ends})"]
-        lines.append(f"it saves {self.gain:.0%} of the time to a loss against the present {self.size}.")
+        lines.append(f"it reaches the same loss in {self.gain:.0%} less time than the current {self.size}.")
         return [*lines, self._accumulation_advice()]
 
     def _accumulation_advice(self) -> str:
         alone, gain = self.micro_batch_size * self.num_ranks, self.gain_of_accumulating
         pieces = f"{alone:,} samples, one micro-batch" + (" on each rank" if self.num_ranks > 1 else "")
         if not self.is_known and gain < MIN_GAIN:
-            return f"Whether accumulating pays is unknown yet: the noise scale has no upper bound. One pass: {pieces}."
+            return f"It is not known yet whether accumulating pays (the noise scale has no upper bound) over {pieces}."
         pays = "pays" if gain >= MIN_GAIN else "hardly pays" if gain > 0 else "does not pay"
-        verdict = f"Accumulating {pays} here: {gain:.0%} less time to a loss than with {pieces}."
+        verdict = f"Accumulating {pays} here: it reaches a loss in {gain:.0%} less time than {pieces}."
         if gain >= MIN_GAIN:
             return verdict
-        return f"{verdict} Accumulate for a loss over the whole batch, or for stability, and not for speed."
+        return f"{verdict} Accumulate only if the loss needs the whole batch, or for stability."
 
 
 _LIMITS = (
@@ -230,12 +231,12 @@ def advise(
     print(ab.advise(engine, ab.batches(dataset, effective_batch_size=256)))
     ```
 
-    The noise scale approximates the critical batch size B_crit. The time to a loss is minimal at
-    `sqrt(B_crit x overhead / seconds per sample)`, where `overhead` is the fixed seconds of a step.
+    The noise scale approximates the critical batch size B_crit. A given loss is reached fastest at the batch size
+    `sqrt(B_crit x overhead / seconds per sample)`, where `overhead` is the fixed time of a step, in seconds.
 
     Args:
-        source: an engine that measures noise, which makes ordinary training steps here; or the log of a finished run
-            that measured noise (`events.jsonl`, or its folder).
+        source: an engine that measures noise; `advise` trains it for `steps` ordinary steps. Or the log of a finished
+            run that measured noise (`events.jsonl`, or its folder).
         batches: the training batches.
         steps: maximum number of steps.
 
@@ -266,7 +267,7 @@ def _advice_from_engine(engine: Engine, batches: Iterable[Any], steps: int) -> A
             "effective batch, and pass enough batches."
         )
         raise UserError(message, code="unmeasured_noise")
-    # Steps that measure noise take longer, so they are timed only if all steps do.
+    # Steps that measure noise take longer, so their times are used only if every step measures noise.
     chosen = [pair for pair in timed if pair[0].noise is None] or timed
     noise = measured[-1]
     group = engine.optimizer.param_groups[0]

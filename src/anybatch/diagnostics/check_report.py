@@ -42,9 +42,9 @@ class CheckFinding:
     """A reason why a split changes the gradient, or an effect that was excluded from the comparison.
 
     Attributes:
-        code: for programs: "loss_declaration", "batch_norm", "couples_samples", "joint_loss", "state", "cannot_run" or
-            "unexplained"; with the verdict "undecided": "draws_by_sample", "unrepeatable" or "no_gradient";
-            "randomness" is a note.
+        code: identifier for programs. Gradients differ: "loss_declaration", "batch_norm", "couples_samples",
+            "joint_loss", "state", "cannot_run" or "unexplained". The verdict is "undecided": "draws_by_sample",
+            "unrepeatable" or "no_gradient". Information only: "randomness".
         where: the affected module, loss term or parameter.
         observation: the effect, with measured values.
         change: the fix; empty if none is needed.
@@ -74,9 +74,8 @@ class CheckReport:
         num_samples: samples in the batch.
         precision: number type that the check ran in, and why if it is not float64.
         tolerance: relative error that rounding alone may cause in this number type.
-        splits: one result for each split of the user's model and loss; effects that were excluded are the findings
-            with `breaks_equality=False`.
-        findings: why splits differ, and which effects were excluded.
+        splits: one result for each split of the batch, with the user's model and loss.
+        findings: why splits differ, and which effects were excluded (these have `breaks_equality=False`).
     """
 
     num_samples: int

@@ -22,7 +22,7 @@ from anybatch.testing.ranks import RankPool
 
 _MAX_SPREAD = 0.25
 _MAX_ROUNDING = 1e-4
-"""Relative error above which a gradient differs from the native batch's; rounding in float32 or TF32 is smaller."""
+"""Relative error above which a gradient differs from the unsplit batch's; rounding in float32 or TF32 is smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class WayResult:
     driver_bytes: int | None  # in use on a rank's device, as in nvidia-smi; None on a CPU
     gradient_bytes: int  # passed to collectives by a rank in a step
     gradient_error: float | None  # relative to the un-split batch in plain PyTorch; None for another batch size
-    gradient_variance: float | None  # see `variance_of`
+    gradient_variance: float | None  # see `compared_ranks.variance_of`
 
     @property
     def seconds_per_sample(self) -> float:
@@ -53,7 +53,7 @@ class WayResult:
 
     @property
     def varies(self) -> bool:
-        """Whether step times vary so much (quartiles) that a difference from another way may be noise."""
+        """Whether the quartiles of the step times are so far apart that a difference from another way may be noise."""
         return self.quartiles[1] - self.quartiles[0] > _MAX_SPREAD * self.seconds_per_step
 
     def with_variance_of(self, native: "WayResult") -> "WayResult":
@@ -121,8 +121,8 @@ class ComparisonReport:
         if native and accumulated:
             times = accumulated.seconds_per_step / native.seconds_per_step
             found.append(
-                f"accumulated against native: {accumulated.peak_bytes / native.peak_bytes:.0%} of the memory, "
-                f"{times:.2f} times the time of a step."
+                f"accumulated, relative to native (unsplit): {accumulated.peak_bytes / native.peak_bytes:.0%} of the "
+                f"memory, {times:.2f} times the time of a step."
             )
         each, last = by_name.get("DDP without no_sync"), by_name.get("DDP accumulated")
         if each and last and last.gradient_bytes:
@@ -174,7 +174,7 @@ class ComparisonReport:
     def _costs(self) -> list[list[str]]:
         reserves = any(one.reserved_bytes is not None for one in self.results)
         head = ["", "peak/device", "all devices", *["reserved", "nvidia-smi"] * reserves]
-        rows = [[*head, "lines by hand", "with anybatch", "device-hours/million"]]
+        rows = [[*head, "code lines by hand", "with anybatch", "device-hours/million"]]
         for one in self.results:
             row = [one.way.name, in_bytes(one.peak_bytes), in_bytes(one.total_peak_bytes)]
             row += [in_bytes(one.reserved_bytes or 0), in_bytes(one.driver_bytes or 0)] * reserves
@@ -210,12 +210,12 @@ def compare(
     """Run a job in all ways of using devices, interleaved, and compare time, memory, traffic and gradients.
 
     In every round, each way gets a new engine, which runs a warm-up step and three timed steps. On several ranks, the
-    slowest rank determines the time of a step. Communication adds the difference from a step in which all ranks run
-    their shares simultaneously without reduction. Each rank has one thread.
+    slowest rank determines the time of a step. The time of communication is the difference from a step in which all
+    ranks compute simultaneously without reducing gradients. Each rank has one thread.
 
     Args:
         train: function () -> a new `TrainSpec`; at the top of a module, so that ranks can import it.
-        data: function () -> effective batches of `effective_batch_size`, at least four, such as `ab.batches`; likewise.
+        data: function () -> at least four batches of `effective_batch_size`, such as `ab.batches`; also importable.
         effective_batch_size: samples of one update.
         micro_batch_size: maximum samples of one forward and backward in ways that accumulate; None: a quarter of a
             rank's share.

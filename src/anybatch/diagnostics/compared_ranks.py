@@ -1,4 +1,4 @@
-"""Measurements of `compare` on one rank: memory and gradients of each way once, then interleaved steps of all."""
+"""Measurements of `compare` on one rank: memory and gradients of each training setup, then step times, interleaved."""
 
 import math
 import time
@@ -134,7 +134,7 @@ class _WayMeasurement:
         figures.reason = reasons[0] if reasons else ""
 
     def _run_native_batch(self) -> None:
-        """Compute the native gradient by plain PyTorch, and find modules whose random numbers depend on the split."""
+        """Compute the unsplit batch's gradient in plain PyTorch, and find modules whose draws depend on the split."""
         found: Sequence[str] = ()
         train = self._train()
         modules = collect_modules(train.model, declared(train.loss))
@@ -220,7 +220,7 @@ class _WayMeasurement:
             figures.driver_bytes = driver_bytes(self._world.device)
 
     def _devices(self) -> list[torch.device]:
-        """Return the CUDA devices that this process may use: all if it is the only one; none on a CPU."""
+        """Return all CUDA devices; none on a CPU."""
         if self._world.device.type != "cuda":
             return []
         # `DataParallel` uses all devices from one process, while the other ranks wait.

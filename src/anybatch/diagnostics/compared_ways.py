@@ -1,4 +1,4 @@
-"""The ways of using devices that `compare` runs, each as a value."""
+"""The training setups that `compare` runs, such as accumulation on one device, or DDP on several."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +14,7 @@ class Way:
     """One way of using devices."""
 
     name: str
-    strategy: str | None  # of the engine; None: `ReducingEach`
+    strategy: str | None  # of the engine; None: DDP that reduces after every micro-batch (`ReducingEach`)
     num_devices: int
     num_ranks: int
     num_samples: int  # of one update

@@ -31,7 +31,7 @@ class Sums:
     returned_counts: list["int | float | torch.Tensor"] = field(default_factory=list)
 
     def totals(self, loss: Loss, device: torch.device) -> Float[Tensor, " numbers"]:
-        """Return this rank's sum of each term (terms,), or [sum, count] if the loss function returns counts."""
+        """Return a vector of this rank's sum of each term, or [sum, count] if the loss function returns counts."""
         # In float32, sums over many micro-batches lose digits.
         dtype = widest_dtype(device)
         if len(loss.kind.terms) == 1:  # micro-batches with a count of 0 have no value
@@ -138,7 +138,7 @@ class KeyedRandomness(Randomness):
         return _NOTHING
 
     def seed_effective_batch(self, seed: int) -> None:
-        """Seed the numbers that are drawn once for the effective batch, which do not depend on the cut."""
+        """Seed the numbers that are drawn once for the effective batch, so that they do not depend on its split."""
         for generator in self.generators:
             generator.manual_seed(seed)
 

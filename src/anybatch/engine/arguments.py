@@ -174,7 +174,7 @@ def check_arguments(
     _refuse_captured(loss, modules, needs)
     if needs.replaces_parameters:
         refuse_hooks_on_shards(trainable(modules))
-    # Micro-batches must satisfy the BatchNorm policy and the strategy; BatchNorm layers use the policy's constraints.
+    # Micro-batches must satisfy the BatchNorm policy and the strategy; BatchNorm layers only the policy.
     sizes = make_sizes(constraints=constraints | needs.constraints)
     refuse_policy(policy, modules, constraints, needs, searches=_must_search(sizes, hardware))
     buffers = BufferUpdates(spec.buffers or {}, modules, strategy, world)
@@ -270,7 +270,7 @@ def features_of(
 def _features_of_layers(spec: TrainSpec, modules: nn.Module, loss: Loss) -> dict[Feature, str]:
     features: dict[Feature, str] = {}
     dropout = _DROPOUTS[spec.rng]
-    # Without a look at layers, since functions such as F.dropout cannot be detected.
+    # The layers are not inspected: functions such as F.dropout would be missed.
     if dropout is Feature.DROPOUT_PER_SAMPLE:
         features[dropout] = ""
     elif spec.rng is None and loss.kind.feature is Feature.JOINT:

@@ -73,14 +73,14 @@ def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None)
         observer: receives a record of every micro-batch, reduction, phase and step.
 
     Raises:
-        UserError: invalid arguments, with both values and the fix; the model has not changed then.
+        UserError: an argument is invalid, or two contradict each other; the model is unchanged.
         RanksDifferError: arguments differ between ranks, or only some ranks build an engine.
         RankFailedError: another rank failed to build its engine.
     """
     refuse_wrong_types(spec, hardware, observer)
     loss = declared(spec.loss)
     modules = collect_modules(spec.model, loss)
-    # After the modules, since a single rank uses the model's device.
+    # The modules come first, since a single rank runs on the model's device.
     world = hardware.world or world_of(modules)
     if world.call_tracker is None:
         return _build(check_arguments(spec, hardware, loss, modules, world), observer)
@@ -336,7 +336,7 @@ class _Builder:
         return SpikeGuard(watch, updater=self.updater, copy_state=copy_state, device=device, notifier=self.notifier)
 
     def _add_decisions(self, impossible: str) -> None:
-        """Record the automatic choices so far, and the reasons why the run differs from the native batch."""
+        """Record the automatic choices so far, and why the run differs from training with the unsplit batch."""
         arguments, differed = self.arguments, self.prepared.differed
         world, features, seed = arguments.world, arguments.features, arguments.spec.seed
         in_ranks = features_of_ranks(arguments.strategy.capabilities, world)
@@ -352,7 +352,7 @@ class _Builder:
             )
         if not features.keys().isdisjoint((Feature.DROPOUT_KEYED, Feature.DROPOUT_PER_SAMPLE)):
             key = "the data's seed (ab.batches(seed=), 0 for other loaders)" if seed is None else f"seed={seed}"
-            decisions["random_numbers"] = f"keyed by {key}: torch.manual_seed does not change them, Engine(seed=) does"
+            decisions["random_numbers"] = f"from {key}: torch.manual_seed does not change them, Engine(seed=) does"
         decisions["norms"] = self.batch_norm.description
         if impossible:
             decisions["out_of_memory"] = f"a step that runs out of memory ends the run, because {impossible}"

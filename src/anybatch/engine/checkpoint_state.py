@@ -111,17 +111,17 @@ def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> 
     remarks = _check_optimizer(parts.target, state["optimizer"], state.get("optimizer_class"))
     remarks += _check_also_saved(parts.also_saved, state.get("further", {}))
     # Compare everything before loading, so that a checkpoint that does not fit changes nothing.
-    for name, is_needed in (
-        ("master_weights", parts.target.update == "master_weights"),
-        ("missing_bits", parts.target.update == "split"),
-        ("scheduler", parts.scheduler is not None),
-        ("scaler", parts.scaler.enabled),
-        ("average", parts.average is not None),
+    for name, title, is_needed in (
+        ("master_weights", "float32 master weights", parts.target.update == "master_weights"),
+        ("missing_bits", "low bits of bf16 weights", parts.target.update == "split"),
+        ("scheduler", "a scheduler", parts.scheduler is not None),
+        ("scaler", "an fp16 loss scaler", parts.scaler.enabled),
+        ("average", "a weight average", parts.average is not None),
     ):
         if is_needed != (state.get(name) is not None):
-            checkpoint, engine = ("lacks", "has") if is_needed else ("has", "lacks")
+            first, second = ("this engine", "the checkpoint") if is_needed else ("the checkpoint", "this engine")
             message = (
-                f"the checkpoint {checkpoint} {name!r} and this engine {engine} it. "
+                f"{first} has {title}, but {second} does not. "
                 "Use the arguments of the saved run (precision, bf16_weights, scheduler, average_decay, optimizer)."
             )
             raise CheckpointError(message)
@@ -296,8 +296,8 @@ def _check_optimizer(target: Target, saved: Mapping[str, Any], saved_class: str 
     saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
     if sizes != saved_sizes:
         message = (
-            f"the checkpoint's optimizer has parameter groups of {saved_sizes} parameters, but this optimizer of "
-            f"{sizes}. Build the same optimizer as for the checkpoint.{_WEIGHTS_ALONE}"
+            f"the checkpoint's optimizer has parameter groups of sizes {saved_sizes}, but this optimizer has groups of "
+            f"sizes {sizes}. Build the same optimizer as for the checkpoint.{_WEIGHTS_ALONE}"
         )
         raise CheckpointError(message)
     new_class = _class_name(target.optimizer)

@@ -60,7 +60,7 @@ def num_bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class Notifier:
-    """Sends records of the engine's actions to observers. Without `observers`, a step makes no calls here."""
+    """Sends records of the engine's actions to observers. Without `observers`, a step does not call it."""
 
     def __init__(self, observer: Observer | None, rank: int, loss: Loss, max_norm: float | None) -> None:
         self.observers: tuple[Observer, ...] = (observer,) if observer is not None else ()
@@ -251,7 +251,7 @@ class Notifier:
         )
 
     def halved(self, before: int, after: int) -> None:
-        """Report that a micro-batch of an evaluation did not fit, with its samples before and after it was halved."""
+        """Report that a micro-batch of an evaluation did not fit, with its size before and after halving."""
         message = f"out of memory in an evaluation: micro-batch {before:,} -> {after:,} samples on rank {self._rank}"
         self.diagnosis("out_of_memory_in_evaluation", message, "warning")
 

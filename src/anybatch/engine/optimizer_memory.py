@@ -95,8 +95,8 @@ def prepare_for_training(optimizer: Optimizer) -> None:
 def evaluation_weights(optimizer: Optimizer) -> Iterator[None]:
     """Switch an optimizer that has modes to its evaluation weights; a no-op for others.
 
-    Source: Defazio et al., "The Road Less Scheduled", 2024, trains one set of weights and evaluates an average of them.
-    Its implementation switches between both with the optimizer's `train()` and `eval()`.
+    Schedule-Free (Defazio et al., "The Road Less Scheduled", 2024) trains one set of weights and evaluates an average
+    of them. Its implementation switches between both with the optimizer's `train()` and `eval()`.
     """
     if not _has_modes(optimizer):
         yield

@@ -77,9 +77,9 @@ class StepGuard:
             self._refuse_hooks(num_hooks)
 
     def begin_step(self) -> AbstractContextManager[None]:
-        """Check the state before a step, and return the context for running its micro-batches, also repeatedly.
+        """Check the state before a step, and return a context in which its micro-batches run.
 
-        The context disables the user's hooks on parameters, which `run_hooks` runs later.
+        The context can be entered again. It disables the user's hooks on parameters, which `run_hooks` runs later.
         """
         if self._modules is not None and not self._trained.are_unchanged:
             self._refuse_other_parameters(self._modules)

@@ -123,7 +123,7 @@ def move_modules(modules: nn.Module, device: torch.device) -> None:
 
 
 def world_of(modules: nn.Module) -> World:
-    """Return the world (the ranks) from the environment; a single rank uses the model's device if it is no CPU."""
+    """Return the world (the ranks) from the environment; a single rank uses the model's device, unless it is a CPU."""
     world = World.from_environment()
     device = next(modules.parameters()).device
     # With several ranks, each rank uses the accelerator of its local rank, not the model's device.
@@ -146,9 +146,9 @@ _IS_TRIAL: ContextVar[bool] = ContextVar("anybatch_is_trial", default=False)
 def in_trial_run() -> bool:
     """Whether the model or loss is run in addition to the regular step, so that metrics should not count the samples.
 
-    True in the check of the loss's declaration, trials of micro-batch sizes, the second pass of `ab.joint`, and
-    `ab.check`. False in the forward of each micro-batch whose gradient is used, and in evaluations. If a step is
-    repeated after an out-of-memory error, False in both attempts.
+    True while the engine checks whether the loss is declared correctly, in trials of micro-batch sizes, in the second
+    pass of `ab.joint`, and in `ab.check`. False in the forward of each micro-batch whose gradient is used, and in
+    evaluations. If a step is repeated after an out-of-memory error, False in both attempts.
 
     ```python
     def loss(model, batch):

@@ -69,7 +69,7 @@ def make_figure(curves: Curves) -> Figure:
             # Between the two steps, since the mark belongs to neither.
             panel.axvline(step + 0.5, color=INK, linewidth=0.8, linestyle=RESUMED, zorder=1)
     panels[-1].xaxis.set_major_locator(MaxNLocator(10, integer=True))
-    panels[-1].set_xlabel("steps made")
+    panels[-1].set_xlabel("finished steps")
     geometries = "; then ".join(dict.fromkeys(curves.geometries)) or "the beginning of the log is missing"
     panels[0].set_title(textwrap.fill(geometries, TITLE_WIDTH), loc="left", fontsize=10)
     handles, labels = panels[0].get_legend_handles_labels()

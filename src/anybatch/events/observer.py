@@ -149,10 +149,10 @@ def _about_end(record: EndRecord, seconds: float | None) -> Sentence:
     steps = f"{record.num_steps:,} step{'s' * (record.num_steps != 1)}"
     took = "" if seconds is None else f" after {duration(seconds)}"
     if record.status != "failed":
-        return f"{record.status}{took}, {steps} made", "result"
+        return f"{record.status}{took}, {steps}", "result"
     # Only the first line, because this is one sentence.
     reason = "" if record.message is None else f": {record.message.strip().partition(chr(10))[0]}"
-    return f"failed{took}, {steps} made{reason}", "error"
+    return f"failed{took}, {steps}{reason}", "error"
 
 
 def _in_one_line(text: str) -> str:

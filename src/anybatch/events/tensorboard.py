@@ -103,7 +103,7 @@ class TensorBoardLog(ClosingObserver):
     def close(self) -> None:
         """Write buffered charts, and close the file. Closing twice is allowed."""
         with self._lock:
-            # Only then, because writing creates a file, and a run without records should leave none.
+            # Write only if there are records: writing creates a file, and a run without records should leave none.
             if self._pending:
                 self._write()
             if self._writer is not None:

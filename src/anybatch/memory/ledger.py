@@ -72,14 +72,14 @@ class MemoryLedger(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Any,  # noqa: ANN401 (torch's type has no name in public)
+        func: Any,  # noqa: ANN401 (torch has no public name for this type)
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 (the operation's result)
         """Run an operation, and record its results."""
         if func is DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # a shortcut: two thirds of all calls on fake tensors, and torch's slowest path
+            return args[0].fake_device  # a shortcut: this is two thirds of all calls on fake tensors, and slow in torch
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # torch then calls this again for the tensors inside of a wrapper, such as a DTensor
         kwargs = kwargs or {}
@@ -126,7 +126,7 @@ class MemoryLedger(TorchDispatchMode):
         return len(self._events)
 
     def trace(self, start: int = 0, stop: int | None = None) -> MemoryTrace:
-        """Return the trace of the events from `start` to `stop`, after allocations of the memory in use at `start`."""
+        """Return the trace from event `start` to `stop`; it begins with an allocation for each storage then in use."""
         initial = sorted(_live_after(self._events[:start]))
         part = self._events[start:stop]
         allocated = [event for event in part if event > 0]
@@ -157,7 +157,7 @@ class MemoryLedger(TorchDispatchMode):
                 self._record_tensor(leaf, str(func))
 
     def _is_being_loaded(self, view: torch.Tensor) -> bool:
-        """Return whether a view in the phase "setup" is a part of a storage that is not recorded, as of a data set."""
+        """Return whether a view in the phase "setup" is part of an unrecorded storage, such as a data set's."""
         # The memory of a data set is not memory of the step, even if a sample is a view of it.
         if self.phase != "setup":
             return False
@@ -198,7 +198,7 @@ class MemoryLedger(TorchDispatchMode):
         """Record an allocation; return its number."""
         number = len(self._allocations)
         phase = self.current_phase
-        # A copy after a backward, in its micro-batch, is a first gradient: see parallel/gradient_buckets.py.
+        # A clone after the backward of the same micro-batch is the first gradient: see parallel/gradient_buckets.py.
         if phase == "forward" and self._is_after_backward and operation == "aten.clone.default":
             phase = "backward"
         category: Category = "activations" if phase == "forward" else "temporaries"

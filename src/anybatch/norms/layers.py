@@ -51,8 +51,8 @@ def refuse_unfit_layers(modules: nn.Module, *, num_ranks: int, frozen: bool) -> 
     for name, layer in modules.named_modules():
         if isinstance(layer, InstanceNormBase) and layer.track_running_stats and not frozen:
             message = (
-                f"layer {name!r} is a {type(layer).__name__} that tracks running statistics. Each micro-batch would "
-                "update them instead of the effective batch. Use track_running_stats=False, the default."
+                f"layer {name!r} is a {type(layer).__name__} that tracks running statistics. They would be updated "
+                "once per micro-batch, not once per effective batch. Use track_running_stats=False, the default."
             )
             raise CompositionError(message, code="instance_statistics")
     for name, module in batch_norms(modules).items():

@@ -1,9 +1,9 @@
 """Several replicas of the model in one process, like torch's legacy `nn.DataParallel`: for comparison.
 
 Every micro-batch is split by samples, each replica runs its part, and outputs are joined on the first device, where the
-loss is computed. On CUDA each replica has a device and a thread, by the functions of `torch.nn.parallel`. On a CPU
+loss is computed. On CUDA, `torch.nn.parallel` runs each replica on its own device, in its own thread. On a CPU
 replicas run one after another: the gradient is the same, and nothing is faster. New replicas are made in each call,
-threads compete for Python's lock, and the first device holds outputs and loss too: `ddp` and `all_reduce`, with a
+threads compete for Python's GIL, and the first device holds outputs and loss too: `ddp` and `all_reduce`, with a
 process for each device, are faster. As in torch's class, unused parameters get zeros as gradients on CUDA, not None.
 """
 
@@ -44,13 +44,13 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional arguments, and keyword arguments."""
 _REPLICAS_ON_CPU = 2
 _MIN_SAMPLES = 3
-"""Minimum samples for parts of different sizes, by which outputs with one row per sample are recognised."""
+"""With fewer samples, all parts have the same size, so outputs with one row per sample cannot be recognised."""
 _SEED_STEP = 0x9E3779B97F4A7C15
 """Spreads consecutive seeds: 2**64 divided by the golden ratio."""
 
 
 class DataParallel(LocalSums):
-    """Replicas in one process, for comparison: the scheme of torch's `nn.DataParallel`, one after another on a CPU.
+    """Replicas in one process, like torch's `nn.DataParallel`, for comparison; on a CPU they run one after another.
 
     The loss function is called once for each micro-batch, with a copy of the model that differs only in its call:
     `model(x)` runs in replicas, and the loss sees the outputs of the whole micro-batch. So the gradient equals a single
@@ -82,9 +82,9 @@ class DataParallel(LocalSums):
         num_replicas, on_cpu = self._num_replicas(world.device), world.device.type == "cpu"
         _refuse_scripts(modules)
         prepared = super().prepare(modules, model, world, on_reduction)
-        how = "one after another on the CPU" if on_cpu else "by the functions of nn.DataParallel"
+        how = "one after another on the CPU" if on_cpu else "in threads, as by nn.DataParallel"
         decisions = {
-            "replicas": f"{num_replicas}, {how}: for comparison. New ones are made in each call, and outputs, loss "
+            "replicas": f"{num_replicas}, run {how}, for comparison. Each call makes new replicas, and outputs, loss "
             "and update are on the first device; strategy='ddp' under torchrun has a process for each device"
         }
         if any(isinstance(module, BatchNormBase) and module.training for module in modules.modules()):
@@ -209,10 +209,10 @@ class _ReplicatedModule:
 
 
 def _can_split(arguments: Arguments, num_samples: int) -> bool:
-    """Whether a call of the model can be split: shapes show the arguments with one row per sample.
+    """Whether a call of the model can be split: arguments whose first axis has one entry per sample are split.
 
-    False for fewer than three samples, because outputs per sample could not be recognised, and if another axis of one
-    of several tensors has as many entries as there are samples, as in a (T, T) mask for T samples.
+    False for fewer than three samples, because outputs per sample could not be recognised. Also false if one of several
+    tensors has a later axis as long as the number of samples, such as a (T, T) mask for T samples.
     """
     leaves = [leaf for _, leaf in leaves_of(arguments, "", cutting=True)]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
@@ -222,7 +222,7 @@ def _can_split(arguments: Arguments, num_samples: int) -> bool:
 
 
 def _part_sizes(num_samples: int, num_parts: int) -> list[int]:
-    """Return the sizes of at most `num_parts` parts; two differ, so that no output of fixed length matches all."""
+    """Return the sizes of at most `num_parts` parts; two differ, so that outputs of fixed length can be told apart."""
     sizes = list(even_parts(num_samples, min(num_parts, num_samples - 1)))
     if sizes[0] == sizes[-1]:
         sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1
@@ -278,7 +278,7 @@ def _refuse_scripts(modules: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             message = (
                 f"module {name!r} is a ScriptModule, which strategy 'data_parallel' cannot replicate. Pass the "
-                "module from before scripting, or use strategy='single'."
+                "original module instead of the scripted one, or use strategy='single'."
             )
             raise ParameterError(message)
 

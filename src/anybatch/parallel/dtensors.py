@@ -31,7 +31,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Return whether this rank has all of a tensor: of a plain tensor, or of a replicated `DTensor`."""
+    """Return whether this rank has the whole tensor: true for plain tensors and for replicated `DTensor`s."""
     return not is_dtensor(tensor) or all(placement.is_replicate() for placement in cast("Any", tensor).placements)
 
 

@@ -1,4 +1,4 @@
-"""Changes of a training step that save memory or time, as functions of the step that can be combined."""
+"""Changes that save memory or time in a training step. Each is a function from step to step, so they combine."""
 
 import copy
 import dataclasses
@@ -59,7 +59,7 @@ class Change:
     costs: str = ""  # drawback of the change, as a clause
     same_step: bool = True  # whether gradient and update stay the same, up to rounding
     apply: Callable[[TrainSpec], TrainSpec] | None = None  # function step -> changed step
-    reshape: Callable[[MemoryEnvelope], MemoryEnvelope] | None = None  # changes the memory, instead of a new trace
+    reshape: Callable[[MemoryEnvelope], MemoryEnvelope] | None = None  # old memory -> new memory; replaces a trace
     recost: Callable[[CostLine], CostLine] | None = None  # changes the costs; None if they stay the same
 
     @property
@@ -109,7 +109,7 @@ def code_of(changes: Sequence[Change], named: str = "", strategy: str | Callable
 
 
 def changed(spec: StepSpec, changes: Iterable[Change]) -> StepSpec:
-    """Return the step with changes applied in order; changes that are derived from traces leave it unchanged."""
+    """Return the step with the changes applied in order; changes without `apply` are skipped."""
     for change in changes:
         apply, make = change.apply, spec.train
         if apply is not None:
@@ -146,7 +146,7 @@ def named_change(spec: StepSpec, name: str) -> Change:
     rank = re.match(r"LoRA of rank (\d+)", name)
     known = all_changes(spec, DEFAULT_RANK if rank is None else int(rank[1]))
     if name not in known:
-        message = f"{name!r} is not a change of this step. It has {', '.join(map(repr, known))}."
+        message = f"{name!r} cannot be applied to this step. Possible changes: {', '.join(map(repr, known))}."
         raise UserError(message)
     return known[name]
 
@@ -238,7 +238,7 @@ def _of_blocks(ready: StepSpec) -> list[Change]:
         f"    if type(block).__name__ in {list(kinds)}:",
         "        block.forward = partial(again, block.forward)",
     ]
-    # A stand-in for a transformers model also replaces its cache.
+    # A model planned in place of a transformers model (`called`) has no cache, but the user's model has one.
     if has_cache or ready.called:
         lines.append("model.config.use_cache = False")
     how, costs = "\n".join(lines), "each block's forward runs twice"
@@ -319,7 +319,7 @@ def _with_eight_bits(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
 
 
 def _of_adapters(ready: StepSpec, rank: int) -> list[Change]:
-    """Return the changes to adapters on a base in bf16, and in 4 bits if a library can load the model so."""
+    """Return the changes that train adapters on a bf16 base, and on a 4-bit base if a library can load one."""
     module, called = as_module(ready.trained.model), ready.called
     has_adapters = any(not parameter.requires_grad for parameter in module.parameters())
     if has_adapters or not linear_layers(module):

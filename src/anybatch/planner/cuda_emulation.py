@@ -140,7 +140,7 @@ def _kernels() -> list[tuple[str, Callable[..., Any]]]:
     return kernels
 
 
-def _operation(name: str) -> Any:  # noqa: ANN401 (torch's type has no name in public)
+def _operation(name: str) -> Any:  # noqa: ANN401 (torch has no public name for this type)
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 

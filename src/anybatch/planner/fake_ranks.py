@@ -49,7 +49,7 @@ def fake_ranks(size: int, device_bytes: int | None = None) -> Iterator[World]:
 
 
 class StreamPools:
-    """Numbers the streams that allocate memory, in order of first use.
+    """Assigns a number to each stream that allocates memory, in order of first use.
 
     FSDP2 allocates its buffers for gathering and reducing in separate streams. CPU streams have no effect, but torch
     reports which one is current.
@@ -85,7 +85,7 @@ def recorded_resizes(ledger: MemoryLedger) -> Iterator[None]:
 
 
 def with_gradients(trace: MemoryTrace) -> MemoryTrace:
-    """Return the trace with temporaries that outlive a backward as gradients, which FSDP2 keeps outside of `.grad`."""
+    """Return the trace with temporaries that outlive a backward as "gradients": FSDP2 keeps them outside of `.grad`."""
     freed_at = {-event - 1: position for position, event in enumerate(trace.events) if event < 0}
     ends = [position for position, name in trace.marks if name.startswith("micro-batch") and name.endswith("ends")]
     kept = set()
@@ -114,7 +114,7 @@ class AllRows(nn.Module):
     """Replaces the function of `ab.joint`: repeats the traced rows to fill a whole effective batch.
 
     Until the step ends, it also allocates the outputs and gradients that the engine keeps for untraced micro-batches.
-    Slightly too much memory is planned, never too little, since the traced outputs exist next to their repetition.
+    Slightly too much memory is planned, never too little, since the traced outputs stay in memory with their copies.
 
     Raises:
         PlanError: the effective batch size is unknown.

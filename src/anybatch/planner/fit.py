@@ -1,8 +1,8 @@
 """Find the largest micro-batch that fits, for a step, for each change of it, and for combinations (`--fit`).
 
-`--fit` tries levels in increasing distance from the requested step: matrix products in bf16; weights in bf16; optimizer
-state in 8 bits; other trained parameters. Each level is combined with changes that keep the gradient (fused update,
-checkpointing, chunked loss), and the fastest combination of the first level that fits is the answer.
+`--fit` tries changes of the requested step in levels, the smallest first: matrix products in bf16; weights in bf16;
+optimizer state in 8 bits; other trained parameters. Each level is combined with changes that keep the gradient (fused
+update, checkpointing, chunked loss), and the fastest combination of the first level that fits is the answer.
 """
 
 import dataclasses
@@ -90,7 +90,7 @@ class PlanTarget:
 
 
 def fit_of(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, name: str = "", how: str = "") -> Fit:
-    """Return the largest micro-batch that fits, given the memory of a step at any size, and how a rank share splits."""
+    """Return the largest micro-batch that fits, and the split of a rank share; `envelopes` give memory at any size."""
     usable, share, expandable = target.budget.usable_bytes, target.share(spec.world_size), target.expandable_segments
     # A step with one micro-batch (`alone`) needs less memory, since no gradients of earlier ones exist.
     alone, asked, costs = envelopes.alone, target.micro_batch_size, envelopes.costs
@@ -196,7 +196,7 @@ def _smallest_world(spec: StepSpec, target: PlanTarget) -> list[Fit]:
 def smallest_world(spec: StepSpec, budget_bytes: int, *, max_ranks: int = 1024) -> int | None:
     """Return the fewest ranks, a power of two, on which FSDP2 fits micro-batches of one sample; None if there is none.
 
-    Sizes on which the weights alone do not fit are skipped.
+    Numbers of ranks that are too small for the weights alone are skipped.
     """
     ready, _ = built(dataclasses.replace(spec, world_size=2))  # once for all traces
     weights = sum(one.numel() * one.element_size() for one in as_module(ready.trained.model).parameters())
@@ -285,7 +285,7 @@ def find_combination(spec: StepSpec, target: PlanTarget, *, precision_is_open: b
 
 
 def _levels(spec: StepSpec, known: Mapping[str, Change], rounded: tuple[Change, ...]) -> Iterator[tuple[Change, ...]]:
-    """Yield the changes of each level, in increasing distance from the requested step."""
+    """Yield the changes of each level, the smallest change of the requested step first."""
     yield ()
     if rounded:
         yield rounded
@@ -373,7 +373,7 @@ def _planned(
             found.append(combination(changes=every, fit=fit, why=why))
             continue
         seconds = ranked.seconds(memory.costs, fit.micro_batch_size, step.world_size)
-        assert seconds is not None, "the ranked device has rates"
+        assert seconds is not None, "the device used for ranking has a known speed"
         gathering = _gathering_seconds(step, fit, seconds, target) if memory.sharded else 0.0
         found.append(combination(changes=every, fit=fit, seconds=seconds.total + gathering))
     return found

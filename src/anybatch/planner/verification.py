@@ -42,7 +42,7 @@ class Verification:
             for name, planned, found in pairs
         ]
         if self.outside_bytes is not None:
-            lines.append(f"{'outside':<11}{in_bytes(self.outside_bytes)} measured, of context and libraries")
+            lines.append(f"{'outside':<11}{in_bytes(self.outside_bytes)} measured: CUDA context and libraries")
         if self.too_large:
             lines.append(f"ran out of memory at {', '.join(map(str, self.too_large))}")
         pieces = f"{self.num_micro_batches} micro-batch{'es' * (self.num_micro_batches > 1)}"

@@ -35,7 +35,7 @@ def digits() -> ab.Job:
 
 
 class Network(nn.Sequential):
-    """Three convolutions and a linear layer. GroupNorm is per image, so every split of a batch is exact."""
+    """Three convolutions and a linear layer. GroupNorm is per image, so the gradient does not depend on the split."""
 
     def __init__(self) -> None:
         super().__init__(

@@ -129,7 +129,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     words = f"compare {SPEC} --effective-batch-size 8 --micro-batch-size 1 --devices 1 --seconds 0.1 --json {file}"
     assert main(words.split()) == Status.DONE
     printed = capsys.readouterr().out
-    assert "accumulated against native" in printed
+    assert "accumulated, relative to native (unsplit)" in printed
     assert "DDP: it needs several devices, and one is used" in printed
     assert len(json.loads(file.read_text(encoding="utf-8"))["results"]) == 3
 

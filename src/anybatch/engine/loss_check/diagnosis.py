@@ -61,7 +61,7 @@ _BEFOREHAND = (
 
 
 def diagnose(runs: LossRuns, verdict: Verdict, *, in_lockstep: bool = False) -> Diagnosis:
-    """Return the fault of a declaration for which the check has found a broken verdict."""
+    """Return what is wrong with a declaration that the check has rejected."""
     loss = runs.parts.loss
     if verdict.counts is not None:
         name, count, total = verdict.counts
@@ -69,8 +69,8 @@ def diagnose(runs: LossRuns, verdict: Verdict, *, in_lockstep: bool = False) -> 
             "count",
             f"the count of term {name!r} does not add up over samples: {count:g} for {verdict.full.num_samples} "
             f"samples in one piece, and {total:g} for pieces of {listed(verdict.sizes)} together.",
-            "Return a sum over samples, such as the number of targets: len of a dict counts its keys, and clamp(min=1) "
-            "counts items that do not exist. With counts of 0, return ab.LossSum(total, count) from the loss.",
+            "Return a sum over samples, such as the number of targets. Mistakes: len(batch) of a dict counts its keys, "
+            "clamp(min=1) counts a missing item. With counts of 0, return ab.LossSum(total, count) from the loss.",
             name,
         )
     if verdict.is_certain:
@@ -91,7 +91,7 @@ def diagnose(runs: LossRuns, verdict: Verdict, *, in_lockstep: bool = False) -> 
 
 
 def describe(loss: Loss, verdict: Verdict, diagnosis: Diagnosis, *, returned_number: bool = False) -> str:
-    """Return the error message for a broken verdict and its diagnosis, without the remedy."""
+    """Return the error message for a rejected declaration and its diagnosis, without the remedy."""
     if diagnosis.cause in ("form", "count"):
         return diagnosis.fault
     term = loss.names[0] if diagnosis.term is None else diagnosis.term
@@ -103,13 +103,13 @@ def describe(loss: Loss, verdict: Verdict, diagnosis: Diagnosis, *, returned_num
         declared = diagnosis.fault
     return (
         f"{declared} Check: {verdict.full.num_samples} samples in one piece and in pieces of "
-        f"{listed(verdict.sizes)} give gradients that differ by {verdict.error:.2g} (relative norm, parameter "
-        f"{verdict.parameter!r}; rounding: below {verdict.tolerance:g})."
+        f"{listed(verdict.sizes)} give gradients that differ by {verdict.error:.2g} (relative norm) in parameter "
+        f"{verdict.parameter!r}; rounding stays below {verdict.tolerance:g}."
     )
 
 
 def _broken_term(runs: LossRuns, verdict: Verdict) -> str | None:
-    """Return the term whose gradients differ most if all other terms have a weight of 0; None if no term's differ."""
+    """Return the term whose gradients differ most when it is the only term; None if none differ."""
     names = runs.parts.loss.names
     if len(names) == 1:
         return names[0]
@@ -158,8 +158,8 @@ def _with_small_initial(sentence: str) -> str:
 
 _UNKNOWN = Diagnosis(
     "unknown",
-    "no count makes its parts add up: it has terms with different divisors, or weights that are computed over the "
-    "batch.",
+    "the gradients of its parts add up with no count as divisor: it has terms with different divisors, or weights "
+    "that are computed over the batch.",
     "Return terms by name and declare ab.sum_of(loss, one=..., other=...). For weights or advantages of the batch: "
     f"{_with_small_initial(_BEFOREHAND)} If samples are compared with each other: {_with_small_initial(_JOINT)}",
 )
@@ -189,7 +189,7 @@ class _Parts(NamedTuple):
 
 
 def _mean(runs: LossRuns, verdict: Verdict) -> Diagnosis | None:
-    """Return which items the loss is a mean over, from the weights with which pieces add up; None if as declared."""
+    """Find the items that the loss averages over, from weights that make the pieces add up; None if as declared."""
     loss, pieces, sizes = runs.parts.loss, verdict.pieces[1:], verdict.sizes
     whole = runs.gradient(verdict.pieces[:1], is_full=True)
     # A piece with a count of 0 may have other items, over which the loss may be a mean.

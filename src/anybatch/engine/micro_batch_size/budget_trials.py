@@ -1,4 +1,4 @@
-"""Trial runs on the first batch: a micro-batch's fixed cost, its maximum tokens ("cap"), and padded or packed layout.
+"""Trial runs on the first batch find a micro-batch's fixed cost in tokens, its maximum tokens ("cap") and its layout.
 
 Whole steps are timed, since the time per token is not constant: it is longer in a micro-batch whose activations exceed
 the processor's caches, and attention in a packed row is not linear in the number of tokens.
@@ -25,9 +25,9 @@ from anybatch.parallel.world import World
 
 _NUM_COST_TIMINGS = 4  # the first one warms up, and the shortest of the others is used
 _MIN_RATIO = 4  # minimum ratio of the tokens of two micro-batches to be compared
-_SMALL_BUDGET_DIVISOR = 8  # of the budget; in so small a micro-batch the time per token is still constant
+_SMALL_BUDGET_DIVISOR = 8  # up to an eighth of the budget, the time per token is constant
 _NUM_CAPS = 3  # the budget, a half and a quarter of it
-_NUM_ROUNDS = 3  # the median is used, since large micro-batches are usually slower than their best time
+_NUM_ROUNDS = 3  # the median is used, since the best time of a large micro-batch is not typical
 _MAX_TIMED = 8  # maximum number of micro-batches of a step that are timed
 _MAX_TIME_RATIO = 0.97  # a smaller cap must take at most this part of the time, since a smaller gain may be noise
 _NUM_COMPARED = 4
@@ -57,7 +57,8 @@ class _Sampled(NamedTuple):
 class FoundBudget:
     """The result of the trial runs; `packed` is None for a batch with one layout.
 
-    `current_tokens` is None if no lower cap is faster. `description` and `layout` are texts: cost and cap, layout.
+    `cap` is None if none below the budget is faster. `description` is a text about cost and cap, and `layout` one
+    about the layout.
     """
 
     fixed_tokens: float
@@ -100,7 +101,7 @@ class BudgetTrials:
         return _padded(self._timed({False: loads[False]}, lengths), why_padded)
 
     def _why_padded(self) -> str:
-        """Return why samples cannot be packed, as a clause; empty if a trial run must show it."""
+        """Return why samples cannot be packed, as a clause; empty if only a trial run can tell."""
         if not self.trial.context.loss.allows_other_rows:
             return "the loss is a mean over samples, and packed micro-batches have one row"
         if self.trial.context.randomness.covers_backward:
@@ -161,7 +162,7 @@ class BudgetTrials:
                 if result.outcome != "ran":
                     del times[way]
                     break
-                seconds.extend(result.seconds)  # empty for a micro-batch with a count of 0, which is not run
+                seconds.extend(result.seconds)  # empty for a micro-batch without items of the loss, which is not run
         return {
             way: sum(one.factor * median(seconds) for one, seconds in zip(units[way], of_way, strict=True) if seconds)
             for way, of_way in times.items()
@@ -270,7 +271,7 @@ def _why_not_packed(runs: LossRuns, loads: Mapping[bool, Load], lengths: SampleL
     chosen = by_length[middle : middle + _NUM_COMPARED]
     if len(chosen) < 2:  # noqa: PLR2004 (a single sample)
         return "there is only one sample"
-    # Packed samples have no sample axis, so random draws are the same number for all elements.
+    # Packed samples have no sample axis, so draws cannot be matched by sample; one number is used for all elements.
     runs.draws = FixedDraws(constant=True)
     try:
         packed = runs.gradient([Piece(loads[True](chosen), len(chosen))], is_full=True)

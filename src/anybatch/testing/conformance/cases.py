@@ -129,7 +129,7 @@ class Adapter(Protocol):
         ...
 
     def steps(self, split: SplitCase) -> Iterable[TrainerStep]:
-        """Return the gradient of every step over the samples, once and in order, without changing parameters."""
+        """Go through the samples once, in order; return the gradient of every step, and keep parameters unchanged."""
         ...
 
 
@@ -257,8 +257,8 @@ _ROWS = (
     ("even", classifier, partial(vectors, 24), OVER_SAMPLES, 12, (12, 4, 1)),
     # 13 samples in parts of 5 leave 3, and in parts of 4 leave 1.
     ("ragged micro-batches", classifier, partial(vectors, 26), OVER_SAMPLES, 13, (13, 5, 4)),
-    # Two full windows of 12, and 4 samples.
-    ("partial last window", classifier, partial(vectors, 28), OVER_SAMPLES, 12, (12, 4, 2)),
+    # Two full effective batches of 12, and one of 4 samples.
+    ("partial last batch", classifier, partial(vectors, 28), OVER_SAMPLES, 12, (12, 4, 2)),
     ("class weights", classifier, partial(vectors, 24), OVER_WEIGHTS, 12, (12, 4, 1)),
     ("masked tokens", next_word, partial(sentences, 24), OVER_TARGETS, 12, (12, 4, 1)),
     # Samples 3 to 8 have no target: two whole micro-batches of three.
