@@ -24,7 +24,7 @@ def as_markdown() -> str:
 _INTRODUCTION = """# Which features can be combined
 
 The engine checks this table before it changes the model.
-A *cut* splits an effective batch into micro-batches, and a *deal* assigns these to ranks.
+A *split* divides an effective batch into micro-batches, and a *deal* assigns these to ranks.
 With deal='balanced', a micro-batch at the border of two ranks may be split.
 A test runs every cell on one and on two CPU ranks, with torch.compile's backends `aot_eager` and `eager`.
 A pair without its own entry gets the worse verdict of its two features.
@@ -53,7 +53,7 @@ Where `fsdp` refuses a row, `zero1` works, because it keeps whole weights.
 _MEANINGS: Mapping[Verdict, str] = {
     Verdict.EXACT: "exact: the gradient equals the gradient of the unsplit batch (to 1e-12 in float64; up to rounding "
     "in bf16 and fp16)",
-    Verdict.SAME_CUT: "exact for the same cut: the same micro-batches give the same gradient on any number of ranks",
+    Verdict.SAME_SPLIT: "exact for the same split: micro-batches give the same gradient on any number of ranks",
     Verdict.DIFFERS: "differs: it runs, with a different gradient",
     Verdict.EXCLUSIVE: "exclusive: the two cannot occur together",
     Verdict.REFUSED: "refused: `CompositionError` before the model is changed, or in the first backward if only that "
@@ -62,7 +62,7 @@ _MEANINGS: Mapping[Verdict, str] = {
 _SECTIONS: Mapping[str, Verdict] = {
     "Refused": Verdict.REFUSED,
     "Differs": Verdict.DIFFERS,
-    "Exact for the same cut": Verdict.SAME_CUT,
+    "Exact for the same split": Verdict.SAME_SPLIT,
     "Exclusive across axes": Verdict.EXCLUSIVE,
 }
 _DETECTED_LATE: Mapping[str, str] = {

@@ -100,10 +100,10 @@ def test_offered_programs_print_the_shown_numbers(batch_data: Any, split_data: A
     differences = [float(line.split()[-1]) for line in printed("split_sum").splitlines()]
     mistakes = {one["name"]: one for one in batch_data["mistakes"]}
 
-    assert batch_experiment.all_significant(map(float, double), 6) == batch_data["losses"]
+    assert batch_experiment.rounded(map(float, double), 6) == batch_data["losses"]
     assert list(map(float, single)) == pytest.approx(batch_data["losses"], rel=1e-4)
-    assert batch_experiment.all_significant(map(float, clipped), 6) == mistakes["clip_each"]["reference"]
-    assert batch_experiment.all_significant(map(float, wrong), 6) == mistakes["clip_each"]["losses"]["16x4"]
+    assert batch_experiment.rounded(map(float, clipped), 6) == mistakes["clip_each"]["reference"]
+    assert batch_experiment.rounded(map(float, wrong), 6) == mistakes["clip_each"]["losses"]["16x4"]
     shown = {cut["wrong_largest_difference"] for cut in split_data["cuts"] if "wrong_sums" in cut}
     assert shown <= set(differences)
     assert {cut["largest_difference"] for cut in split_data["cuts"]} <= set(differences)

@@ -70,7 +70,7 @@ def outcomes(one_rank: Ranks, two_ranks: Ranks, request: pytest.FixtureRequest) 
 def is_wrong(pair: Pair, found: Sequence[Outcome]) -> bool:
     """Whether a run contradicts the verdict of a cell: it failed, was refused, or is inexact."""
     verdict = cell(*pair).verdict
-    exact = verdict in {Verdict.EXACT, Verdict.SAME_CUT}
+    exact = verdict in {Verdict.EXACT, Verdict.SAME_SPLIT}
     return verdict is not Verdict.REFUSED and any(
         isinstance(one, str) or bool(one.refusal) or (exact and not one.error <= 1.0) for one in found
     )
@@ -95,7 +95,7 @@ def found_for(pair: Pair, outcomes: Outcomes) -> list[Found]:
     return [outcome for outcome in found if isinstance(outcome, Found)]
 
 
-@pairs_with(Verdict.EXACT, Verdict.SAME_CUT)
+@pairs_with(Verdict.EXACT, Verdict.SAME_SPLIT)
 def test_exact(pair: Pair, outcomes: Outcomes) -> None:
     """An exact cell equals plain torch in the gradient, the optimizer's input and the update."""
     for found in found_for(pair, outcomes):

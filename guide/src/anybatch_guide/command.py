@@ -15,8 +15,8 @@ from anybatch.errors import UserError
 from anybatch_guide.export import DIST, export_file, export_folder
 
 _DESCRIPTION = (
-    "Open the guide to gradient accumulation in a browser. PyTorch computes its numbers, live on this machine or "
-    "earlier, in recorded runs. Without --host, only people on this machine who know the printed address can open it."
+    "Open the guide to gradient accumulation in a browser. PyTorch computes all its numbers, either live on this "
+    "machine or in recorded runs. Without --host, only people on this machine who know the printed address can open it."
 )
 _EPILOG = (
     "`anybatch guide export DIR` writes the guide as files that any web server can serve, `anybatch guide export "
@@ -43,7 +43,7 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--port", type=port, default=0, metavar="N", help="port to listen on (default: any free port)")
     add("--no-browser", action="store_true", help="print the address without opening a browser")
-    add("--keep", action="store_true", help="keep runs that no page has watched for a minute")
+    add("--keep", action="store_true", help="do not stop runs that no page has watched for a minute")
     add(
         "--host",
         default="127.0.0.1",

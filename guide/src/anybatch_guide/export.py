@@ -73,7 +73,7 @@ def recordings(page: Mapping[str, Asset]) -> dict[str, str]:
     return {name: page[path].content.decode().strip() for path, name in names.items()}
 
 
-def with_transport(html: str, mode: Literal["live", "static"]) -> str:
+def with_mode(html: str, mode: Literal["live", "static"]) -> str:
     """Return the page with its mode set: "live" with a server, "static" without."""
     changed, num_matches = _TRANSPORT.subn(rf"\g<1>{mode}\g<2>", html)
     if num_matches != 1:
@@ -106,7 +106,7 @@ def export_folder(page: Path, folder: Path) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         message = f"{folder} exists and is not an empty folder. Choose a new one, or empty it."
         raise UserError(message)
-    html = with_policy(with_transport(files["index.html"].content.decode(), "static"), _FOLDER_POLICY)
+    html = with_policy(with_mode(files["index.html"].content.decode(), "static"), _FOLDER_POLICY)
     for path, content in {
         **{path: asset.content for path, asset in files.items()},
         "index.html": html.encode(),
@@ -132,7 +132,7 @@ def write_page(html: str, file: Path) -> Path:
 
 def single_file(page: Mapping[str, Asset]) -> str:
     """Return the page as one HTML text, with inline scripts, styles, fonts, pictures and recordings."""
-    html = with_transport(page["index.html"].content.decode(), "static")
+    html = with_mode(page["index.html"].content.decode(), "static")
     scripts: list[str] = []
     styles: list[str] = []
 

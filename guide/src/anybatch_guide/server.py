@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from anybatch_guide.export import Asset, read_page, with_transport
+from anybatch_guide.export import Asset, read_page, with_mode
 from anybatch_guide.guard import Admission, App, Guard
 from anybatch_guide.limits import Limits
 from anybatch_guide.local_server import ServerAddress, serve_app
@@ -66,7 +66,7 @@ def make_app(page: Mapping[str, Asset], runs: Runs, stream: Stream, limits: Limi
 
 def serve_files(page: Mapping[str, Asset]) -> Handler:
     """Return a handler for the page's files, with compressed text; paths are looked up in a dict, never on the disk."""
-    html = with_transport(page["index.html"].content.decode(), "live").encode()
+    html = with_mode(page["index.html"].content.decode(), "live").encode()
     files = {**page, "index.html": Asset(html, page["index.html"].media_type)}
     compressed: dict[str, bytes] = {}  # filled on demand
 

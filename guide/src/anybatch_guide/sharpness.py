@@ -63,7 +63,7 @@ def measure_sharpness(
     Limits: with BatchNorm in train mode, each split has a different loss. Eigenvalues depend on the parametrisation of
     the model (Dinh et al. 2017, arXiv 1703.04933), so they compare runs of one architecture, not architectures.
     """
-    checked_int("most_products", max_products)
+    checked_int("max_products", max_products)
     loss = declared(spec.loss)
     if loss.kind.encode is not None:
         message = (

@@ -1,9 +1,9 @@
 """The worker process: it warms up, follows commands in JSON lines, and exits at the end of its standard input.
 
-`python -m anybatch_guide.worker`. It reads `{"do": "run", "id": ..., "kind": "experiment", "name": ...}`, or a
-playground's setting, or pause, resume, micro and cancel; it writes `ready`, `started`, `lines`, `result` and one of
-`done`, `failed` and `cancelled`. Requests contain only names from the catalogue, and numbers within limits:
-no path, no module, no expression.
+`python -m anybatch_guide.worker`. It reads the commands run (an experiment, or a setting of the playground), pause,
+resume, micro (run one micro-batch) and cancel, such as `{"do": "run", "id": ..., "kind": "experiment", "name": ...}`.
+It writes `ready`, `started`, `lines`, `result` and one of `done`, `failed` and `cancelled`. Requests contain only names
+from the catalogue, and numbers within limits: no path, no module, no expression.
 """
 
 import json
@@ -42,7 +42,7 @@ class Gate:
     """Pauses and cancels a run: every event passes through the gate.
 
     A paused run waits before a micro-batch, or when an experiment reports its progress. The command "micro" opens the
-    gate for one micro-batch; the update belongs to the last micro-batch of its step.
+    gate for one micro-batch; the optimizer update runs together with the last micro-batch of the step.
     """
 
     def __init__(self, *, paused: bool) -> None:
@@ -50,13 +50,14 @@ class Gate:
         self._state: Literal["open", "once", "closed"] = "closed" if paused else "open"
         self._is_cancelled = False
 
-    def set(self, do: str) -> None:
+    def set(self, command: str) -> None:
         """Apply a command: pause, resume, micro (run one micro-batch) or cancel."""
+        states: dict[str, Literal["open", "once", "closed"]] = {"pause": "closed", "resume": "open", "micro": "once"}
         with self._changed:
-            if do == "cancel":
+            if command == "cancel":
                 self._is_cancelled = True
             else:
-                self._state = {"pause": "closed", "resume": "open", "micro": "once"}[do]  # type: ignore[assignment]
+                self._state = states[command]
             self._changed.notify_all()
 
     def is_stepped(self) -> bool:
@@ -81,8 +82,8 @@ def _can_wait_before(line: Mapping[str, Any]) -> bool:
 class Worker:
     """Runs requests one after another."""
 
-    def __init__(self, offered: Mapping[str, Experiment], answers: BinaryIO, provenance: Provenance) -> None:
-        self._experiments = offered
+    def __init__(self, experiments: Mapping[str, Experiment], answers: BinaryIO, provenance: Provenance) -> None:
+        self._experiments = experiments
         self._answers = answers
         self._provenance = provenance
         self._writing = threading.Lock()
@@ -153,7 +154,7 @@ class Worker:
             message = f"Unknown experiment {name!r}."
             raise SettingError(message, code="unknown_experiment")
         if not experiment.runs_here:
-            message = f"{name} can only be recorded: anybatch guide record {name}"
+            message = f"{name} cannot run live in the guide. Record it with: anybatch guide record {name}"
             raise SettingError(message, code="only_recorded")
         return experiment
 
@@ -178,7 +179,7 @@ def work(
     torch.set_num_threads(max(1, usable_cores() - 1))
     provenance = replace(provenance_here("", commit=commit_here()), command="anybatch guide")
     worker = Worker(offered(), answers, provenance)
-    # Read commands already during the warm-up, because this process has to exit if the server exits.
+    # Start reading commands before the warm-up, because this process has to exit if the server exits.
     threading.Thread(target=worker.read, args=(sys.stdin.buffer,), name="commands", daemon=True).start()
     warm()
     worker.work()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from anybatch.recipes.load import MeasuredJob
 
 _DESCRIPTION = (
-    "Run steps of a recipe in every way of using devices, interleaved: a small batch, the whole effective batch, "
+    "Run steps of a recipe with each training setup, interleaved: a small batch, the whole effective batch, "
     "accumulation, DataParallel, DDP with and without accumulation and no_sync, ZeRO-1, FSDP. Print time, memory, "
     "traffic, cost, and the error against the gradient of the whole batch. The trained model is not kept."
 )

@@ -93,7 +93,8 @@ def _add_step(parser: Parser) -> None:
     add(
         "--weights",
         choices=("bf16", "bf16-split", "bf16-stochastic", "4bit"),
-        help="number format of weights, and how they are updated; 4bit needs --lora",
+        help="format of weights; -split: their low 16 bits are kept separately, -stochastic: updates are rounded "
+        "stochastically; 4bit needs --lora",
     )
     add(
         "--strategy",
@@ -106,7 +107,7 @@ def _add_step(parser: Parser) -> None:
 def _add_answer(parser: Parser) -> None:
     add = parser.add_argument
     add("--fit", action="store_true", help="find the fastest combination of changes that fits")
-    add("--no-proposals", action="store_true", help="do not try changes that help; each takes as long as the plan")
+    add("--no-proposals", action="store_true", help="do not look for changes that would help (much faster)")
     add(
         "--verify",
         action="store_true",

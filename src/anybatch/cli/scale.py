@@ -60,9 +60,9 @@ def make_parser() -> Parser:
         help="how ranks sum gradients; zero1 and fsdp only with --forecast (default: all_reduce)",
     )
     add("--workers", type=integer, default=0, metavar="N", help="loading processes per rank (default: 0)")
-    add("--bucket", type=memory_size, default=25 * 2**20, metavar="SIZE", help="gradient bucket (default: 25MiB)")
+    add("--bucket", type=memory_size, default=25 * 2**20, metavar="SIZE", help="gradient bucket size (default: 25MiB)")
     add(
-        "--buckets",
+        "--try-bucket",
         type=memory_size,
         action="append",
         metavar="SIZE",
@@ -88,7 +88,7 @@ def _add_forecast(parser: argparse.ArgumentParser) -> None:
         "--link",
         type=link,
         metavar="RATE,LATENCY",
-        help="network of a host, such as 400Gbit,5us, 1Gbit,1ms or 25GB/s,2us",
+        help='network of a host, such as "400Gbit,5us" or "25GB/s,2us"',
     )
     add("--inner-link", type=link, metavar="RATE,LATENCY", help="link between the devices of a host")
     add(
@@ -128,7 +128,7 @@ def scale_recipe(given: argparse.Namespace) -> int:
             job.data,
             num_ranks=given.ranks,
             settings=settings,
-            bucket_sizes=given.buckets,
+            bucket_sizes=given.try_bucket,
             max_seconds=given.seconds,
             tell=tell,
         )

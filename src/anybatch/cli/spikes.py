@@ -32,6 +32,6 @@ def make_parser() -> Parser:
         type=number,
         default=7.0,
         metavar="X",
-        help="how certain a rise must be: chance alone causes one in about exp(-2 X) of the steps (default: 7)",
+        help="certainty of a rise: by chance, it is found in about exp(-2 X) of the steps, such as 1e-6 (default: 7)",
     )
     return parser

@@ -20,15 +20,15 @@ class Verdict(Enum):
     """The verdict on two features together, from good to bad; the value is the mark in the printed table.
 
     EXACT: the gradient equals that of the unsplit batch: to 1e-12 in float64, in bf16 and fp16 up to their rounding.
-    SAME_CUT: the gradient depends on the split into micro-batches, since another split draws other random numbers, but
-        not on the number of ranks that run the micro-batches.
+    SAME_SPLIT: the gradient depends on the split into micro-batches, since random numbers do, but not on the number of
+        ranks that run the micro-batches.
     DIFFERS: the run works, but its gradient differs from that of the unsplit batch; `reason` explains why.
     EXCLUSIVE: the two never occur together: they are values of one axis, or one implies the absence of the other.
     REFUSED: raises an error before the model is changed, or before the first update if only a backward can detect it.
     """
 
     EXACT = "="
-    SAME_CUT = "c"
+    SAME_SPLIT = "s"
     DIFFERS = "~"
     EXCLUSIVE = "."
     REFUSED = "x"
@@ -59,14 +59,14 @@ class Feature(Enum):
     ROUNDED_WEIGHTS = ("update", "bf16_weights='stochastic'")
     BALANCED = ("deal", "deal='balanced'")
     FIXED = ("deal", "deal='fixed'")
-    MICRO_BATCH_SIZE = ("cut", "a fixed micro_batch_size")
-    ACCUMULATION_STEPS = ("cut", "fixed accumulation_steps")
-    AUTO_SIZE = ("cut", "micro_batch_size='auto'")
-    TOKEN_BUDGET = ("cut", "micro_batch_size=token_budget(...)")
+    MICRO_BATCH_SIZE = ("split", "a fixed micro_batch_size")
+    ACCUMULATION_STEPS = ("split", "fixed accumulation_steps")
+    AUTO_SIZE = ("split", "micro_batch_size='auto'")
+    TOKEN_BUDGET = ("split", "micro_batch_size=token_budget(...)")
     DEALT = ("batch", "batches of ab.batches")
     RANK_SHARES = ("batch", "rank shares from the user's loader")
-    COUNT_BEFORE = ("loss", "a loss with its count known before the forward")
-    COUNT_LATE = ("loss", "a loss that returns its count")
+    COUNT_BEFORE = ("loss", "a loss whose items are counted before the forward")
+    COUNT_LATE = ("loss", "a loss that returns its count of items")
     SEVERAL_TERMS = ("loss", "a loss of several terms (ab.sum_of)")
     JOINT = ("loss", "a loss across samples (ab.joint)")
     LOSS_PARAMETERS = ("loss module", "a loss module with parameters")
@@ -165,7 +165,7 @@ TABLE: Mapping[Combinations, Cell] = {
         "in bf16, or strategy='all_reduce'.",
     ),
     _each((Feature.FSDP, Feature.NON_REENTRANT, Feature.DROPOUT_PER_SAMPLE), Feature.NORMS_EXACT): _refused(
-        "norms='exact' switches between micro-batches in the middle of a forward, and of a recomputation",
+        "norms='exact' switches between micro-batches within each forward, also within a recomputed one",
         "Use norms=Exact(method='checkpoint'), without other checkpointing of BatchNorm.",
     ),
     _each(Feature.DATA_PARALLEL, Feature.SEVERAL_RANKS): _refused(
@@ -173,7 +173,7 @@ TABLE: Mapping[Combinations, Cell] = {
         "Use strategy='ddp', which has a process for each device, or start one process only.",
     ),
     _each(Feature.DATA_PARALLEL, (Feature.COMPILED, Feature.DROPOUT_PER_SAMPLE, *_REPLACING_NORMS)): _refused(
-        "the latter needs the model itself and whole micro-batches, but each replica is a copy that runs a part of one",
+        "a replica is a copy that runs parts of micro-batches; the other feature needs the model and whole ones",
         "Use strategy='all_reduce' (torchrun).",
     ),
     _each(Feature.FP16, Feature.CAST): _refused(
@@ -191,11 +191,11 @@ TABLE: Mapping[Combinations, Cell] = {
     ),
     _each((Feature.FIXED, Feature.TOKEN_BUDGET), Feature.RANK_SHARES): _refused(
         "this needs single samples that can go to any rank, but a loader yields whole batches",
-        "Feed the engine from ab.batches, or use deal='balanced' and a number of samples.",
+        "Feed the engine from ab.batches, or use deal='balanced' and an integer micro_batch_size.",
     ),
     _each(Feature.TOKEN_BUDGET, _REPLACING_NORMS): _refused(
         "the BatchNorm policy also normalises over padding, which differs from split to split",
-        "Use norms='freeze' or a layer that normalises each sample alone, or pass a number of samples.",
+        "Use norms='freeze', a layer that normalises each sample alone, or an integer micro_batch_size.",
     ),
     _each(Feature.JOINT, (Feature.DROPOUT_UNKEYED, *_REPLACING_NORMS)): _refused(
         "ab.joint runs each micro-batch twice, and both runs have to give the same result",
@@ -218,10 +218,10 @@ TABLE: Mapping[Combinations, Cell] = {
     ((Feature.NORMS_SYNC,), (Feature.BATCH_NORM, Feature.NORMS_SYNC)): Cell(
         Verdict.DIFFERS,
         "the k-th micro-batches of all ranks are normalised together, so the gradient still depends on the split",
-        "Use norms='exact', or norms=Ghost(group_size=...) for the same function with any split.",
+        "Use norms='exact', or norms=Ghost(group_size=...), whose groups are the same in every split.",
     ),
     _each(Feature.DROPOUT_KEYED): Cell(
-        Verdict.SAME_CUT,
+        Verdict.SAME_SPLIT,
         "dropout's random numbers depend on the micro-batch, so another split draws other numbers",
         "Use deal='fixed' with a fixed micro_batch_size, so that the split does not depend on the number of ranks.",
     ),
@@ -296,5 +296,5 @@ def remarks(present: Iterable[Feature]) -> tuple[str, ...]:
     return tuple(
         f"{first.label if first is second else f'{first.label} with {second.label}'}: {entry.reason}. {entry.remedy}"
         for first, second in stated_pairs(present)
-        if (entry := cell(first, second)).verdict in (Verdict.SAME_CUT, Verdict.DIFFERS)
+        if (entry := cell(first, second)).verdict in (Verdict.SAME_SPLIT, Verdict.DIFFERS)
     )

@@ -1,4 +1,4 @@
-"""Sharded weights: communication and memory, micro-batch by micro-batch and layer by layer."""
+"""Communication and memory with sharded weights, if a step runs one micro-batch at a time or one layer at a time."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -59,7 +59,7 @@ class Shards:
         self.shards = [flat.chunk(dist.get_world_size())[dist.get_rank()].clone() for flat in self.shards]
 
     def step(self, order: Order, samples: Tensor, num_micro_batches: int) -> list[Tensor]:
-        """Return this rank's shard of the gradient of the mean over the samples of all ranks, block by block."""
+        """Return this rank's shards of the gradient, one per block. The loss is the mean over samples of all ranks."""
         outputs = list(samples.chunk(num_micro_batches))
         number_of_outputs = samples.numel() * dist.get_world_size()
         order_of_visits = list(visits(order, num_micro_batches))
@@ -110,14 +110,14 @@ class Shards:
         return output
 
 
-def measure_orders(cuts: Sequence[int]) -> list[dict[str, Any]]:
+def measure_orders(micro_batch_counts: Sequence[int]) -> list[dict[str, Any]]:
     """Return communication, memory and gradient error of a step in each order and split. Runs on every rank."""
     samples = torch.randn(NUM_RANKS * SHARE, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     model = network().double()
     loss(model, samples).backward()
     expected = flat_gradients(model)
     steps = []
-    for number in cuts:
+    for number in micro_batch_counts:
         for order in ("micro_batches", "layers"):
             shards = Shards(network().double())
             gradient_shards = shards.step(order, samples.chunk(NUM_RANKS)[dist.get_rank()], number)
@@ -149,7 +149,7 @@ def _num_bytes(tensors: Sequence[Tensor]) -> int:
 
 EXPERIMENT = Experiment(
     name="layer_order",
-    question="With sharded weights, how much does a step send and keep, layer by layer and micro-batch by micro-batch?",
+    question="With sharded weights, what does a step send and store if it runs one layer or one micro-batch at a time?",
     run=run,
     seconds=10,
     runs_here=False,

@@ -1,4 +1,4 @@
-"""One batch of sentences, split in data order, sorted by length, and by a token budget, with several caps on tokens."""
+"""One batch of sentences, split in data order, after sorting by length, or by a token budget, for several budgets."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -80,7 +80,7 @@ def _run(task: PlaygroundTask, rows: list[Row], micro_batch_size: int | TokenBud
 
 EXPERIMENT = Experiment(
     name="length_cuts",
-    question="How much padding does each split of a batch of sentences compute, and is the gradient the same?",
+    question="How much computation does each split of a batch of sentences waste on padding? Is the gradient the same?",
     run=run,
     seconds=10,
     noisy=("gradient_error",),

@@ -12,9 +12,9 @@ EFFECTIVE = 64
 MICRO_SIZES = (64, 32, 16, 8, 4, 2, 1)
 """Sizes of a micro-batch; each divides the effective batch."""
 TIMELINE_SIZES = (64, 16, 4)
-"""Micro-batch sizes with a timeline: of the first configuration in this recording, of all in `memory_courses`."""
+"""Micro-batch sizes with a timeline: `measure_peaks` records the first configuration's, `measure_timelines` all."""
 NUM_BUCKETS = 90
-"""Number of equal parts of a timeline; the highest and the lowest moment of each part are recorded."""
+"""Number of equal parts of a timeline; for each part, the moments with the most and the least memory are stored."""
 
 
 def measure_peaks(emit: Emit) -> Data:

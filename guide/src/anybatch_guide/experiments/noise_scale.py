@@ -1,4 +1,4 @@
-"""The gradient noise scale measured during a run, with its interval, and computed from single-sample gradients."""
+"""The gradient noise scale: estimated in a run, with a confidence interval, and exact, from per-sample gradients."""
 
 import copy
 import math

@@ -22,7 +22,7 @@ def run(emit: Emit) -> Data:
     """Return the losses of 60 steps: each way in the engine, and each mistake in a hand-written loop."""
     with RankPool(2) as ranks:
 
-        def trained(train: Train, num_ranks: int, *args: Any) -> list[float]:  # noqa: ANN401 (the program's)
+        def trained(train: Train, num_ranks: int, *args: Any) -> list[float]:  # noqa: ANN401 (arguments of `train`)
             emit_progress(emit, 0, 1, f"{train.__name__}{args}")
             return train(*args) if num_ranks == 1 else list(ranks.run(train, *args)[0])
 
@@ -32,7 +32,7 @@ def run(emit: Emit) -> Data:
         }
         mistakes = {
             mistake: {way: trained(one_mistake.train, k, sizes[way], mistake) for way, (_, k) in WAYS.items()}
-            for mistake, sizes in sizes_of_mistakes().items()
+            for mistake, sizes in mistake_sizes().items()
         }
         clipped = {
             way: trained(one_batch.train, k, size, torch.float64, one_mistake.CLIP) for way, (size, k) in WAYS.items()
@@ -40,29 +40,29 @@ def run(emit: Emit) -> Data:
     references = {name: clipped if name == "clip_each" else losses["float64"] for name in mistakes}
     return {
         "ways": [{"name": way, "num_ranks": k, "sizes": cut(size, k)} for way, (size, k) in WAYS.items()],
-        "losses": all_significant(losses["float64"]["64x1"], 6),
+        "losses": rounded(losses["float64"]["64x1"], 6),
         "gaps": {name: gaps(ways) for name, ways in losses.items()},
         "largest_gap": {name: largest_gap(gaps(ways)) for name, ways in losses.items()},
         "mistakes": [as_data(name, ways, references[name]) for name, ways in mistakes.items()],
     }
 
 
-def sizes_of_mistakes() -> dict[str, dict[str, int]]:
-    """Return micro-batch sizes by mistake and way: unequal for the mean of means, which is correct for equal sizes."""
+def mistake_sizes() -> dict[str, dict[str, int]]:
+    """Return micro-batch sizes for each mistake and split: unequal if the mistake is correct for equal sizes."""
     even = {way: size for way, (size, _) in WAYS.items()}
     return {"no_division": even, "clip_each": even, "mean_of_means": dict(RAGGED)}
 
 
-def as_data(name: str, ways: Mapping[str, Sequence[float]], right: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return the losses of each way with one mistake, and the correct losses."""
-    sizes, reference = sizes_of_mistakes()[name], right["64x1"]
+def as_data(name: str, ways: Mapping[str, Sequence[float]], correct: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Return the losses of each split with one mistake, and the correct losses."""
+    sizes, reference = mistake_sizes()[name], correct["64x1"]
     distances = {way: max(distances_of(values, reference)) for way, values in ways.items()}
     return {
         "name": name,
         "sizes": {way: cut(sizes[way], num_ranks) for way, (_, num_ranks) in WAYS.items()},
-        "reference": all_significant(reference, 6),
-        "reference_gap": {way: max(values) for way, values in gaps(right).items()},
-        "losses": {way: all_significant(values, 6) for way, values in ways.items()},
+        "reference": rounded(reference, 6),
+        "reference_gap": {way: max(values) for way, values in gaps(correct).items()},
+        "losses": {way: rounded(values, 6) for way, values in ways.items()},
         "largest_gap": {way: significant(largest, 3) for way, largest in distances.items()},
     }
 
@@ -75,7 +75,7 @@ def cut(size: int, num_ranks: int) -> list[int]:
 def gaps(ways: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """Return the distance of each way's losses from the unsplit batch."""
     unsplit = ways["64x1"]
-    return {way: all_significant(distances_of(values, unsplit), 2) for way, values in ways.items() if way != "64x1"}
+    return {way: rounded(distances_of(values, unsplit), 2) for way, values in ways.items() if way != "64x1"}
 
 
 def distances_of(values: Sequence[float], reference: Sequence[float]) -> list[float]:
@@ -88,7 +88,7 @@ def largest_gap(gaps: Mapping[str, Sequence[float]]) -> float:
     return max(max(values) for values in gaps.values())
 
 
-def all_significant(values: Iterable[float], digits: int) -> list[float]:
+def rounded(values: Iterable[float], digits: int) -> list[float]:
     """Return numbers rounded to the given number of significant digits."""
     return [significant(value, digits) for value in values]
 

@@ -31,7 +31,7 @@ _LABEL, _OWN_ROOT = "FSDP::", "modules_to_train."
 
 
 def run(emit: Emit) -> Data:
-    """Run a step in each way, and return the memory of every process."""
+    """Run a step with each strategy and number of ranks, and return the memory of every process."""
     ways = []
     for done, (strategy, num_ranks) in enumerate(WAYS):
         emit_progress(emit, done, len(WAYS), f"{strategy}, {num_ranks} ranks")

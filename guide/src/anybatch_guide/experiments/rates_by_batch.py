@@ -91,7 +91,7 @@ class RateStudy:
 
 
 def library_rule(rule: ScalingRule, memory: Memory | None = None) -> Rule:
-    """Return a scaling rule of `ab.scale_rate`."""
+    """Return a scaling rule of `ab.scale_rate`; `memory` is the unit in which running averages keep their length."""
 
     def scale(base: StudyRun, size: int) -> StudyRun:
         is_sgd = base.optimizer == "SGD"
@@ -113,7 +113,7 @@ def library_rule(rule: ScalingRule, memory: Memory | None = None) -> Rule:
 
 
 def gain_rule(noise_scale: float) -> Rule:
-    """Return the noise-gain rule, with the square root for AdamW."""
+    """Return the rule that scales the rate by the gain from the noise scale, or by its square root for AdamW."""
 
     def scale(base: StudyRun, size: int) -> StudyRun:
         gain = noise_gain(noise_scale, base_batch_size=base.batch_size, effective_batch_size=size)
@@ -135,7 +135,7 @@ def rules_of(noise_scale: float) -> dict[str, Rule]:
 
 
 def run(emit: Emit) -> Data:
-    """Run every grid, and the runs at the rates of all rules, scaled from the best run at the smallest batch size."""
+    """Run every grid, and one run for each rule and size, at the rate that it derives from the smallest batch size."""
     maps = [{"name": name, **_map_data(RateStudy(grid, emit))} for name, grid in GRIDS.items()]
     return {"seeds": list(SEEDS), "as_good": MAX_LOSS_RATIO, "stands_for": STUDY, "maps": maps}
 

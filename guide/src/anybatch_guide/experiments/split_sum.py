@@ -9,7 +9,7 @@ from torch import Tensor
 from anybatch_guide.claims.measuring import relative
 from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
 from anybatch_guide.lines import significant
-from anybatch_guide.listings.split_sum import cut, make_model, running_sums
+from anybatch_guide.listings.split_sum import make_model, micro_batch_sizes, running_sums
 
 PARTS = (4, 2, 8)
 UNIT = 1e-4
@@ -23,7 +23,7 @@ def run(emit: Emit) -> Data:
     for num_parts in PARTS:
         for even in (True, False):
             emit_progress(emit, len(cuts), 2 * len(PARTS), "cuts")
-            cuts.append(cut_data(cut(num_parts, even=even), full_gradients))
+            cuts.append(cut_data(micro_batch_sizes(num_parts, even=even), full_gradients))
     return {
         "num_samples": 64,
         "unit": UNIT,

@@ -24,7 +24,7 @@ def make_model(dtype: torch.dtype) -> nn.Module:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1, bias=False))
         for p in model[2].parameters():
-            nn.init.normal_(p)  # as large as the first layer's, so that all gradients are visible
+            nn.init.normal_(p)  # as large as the first layer's weights, so that no gradient is too small to see
         return model.to(dtype)
 
 
@@ -41,7 +41,7 @@ def running_sums(sizes: Sequence[int], dtype: torch.dtype, *, exact: bool = True
         yield torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def cut(num_parts: int, *, even: bool) -> list[int]:
+def micro_batch_sizes(num_parts: int, *, even: bool) -> list[int]:
     """Return the sizes of the micro-batches: all equal, or a single sample in the last one."""
     if even:
         return [64 // num_parts] * num_parts
@@ -54,7 +54,7 @@ if __name__ == "__main__":
         (whole,) = running_sums([64], dtype)
         for num_parts in (2, 4, 8):
             for even, exact in ((True, True), (False, True), (False, False)):
-                sizes = cut(num_parts, even=even)
+                sizes = micro_batch_sizes(num_parts, even=even)
                 *_, total = running_sums(sizes, dtype, exact=exact)
                 name = f"{dtype}  {' + '.join(map(str, sizes)):32}  {'right' if exact else 'wrong'}"
                 print(f"{name}  largest difference {(total - whole).abs().max():.2e}")

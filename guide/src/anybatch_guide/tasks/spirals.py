@@ -38,7 +38,7 @@ def spirals(num_points: int, *, seed: int) -> tuple[Float[Tensor, "point 2"], In
     """Return points and their arms; the radius grows with the angle."""
     random = torch.Generator().manual_seed(seed)
     arms = torch.randint(0, 2, (num_points,), generator=random)
-    # The square root puts more points outside, where an arm is longer.
+    # The square root puts more points far from the centre, where an arm is longer.
     radii = torch.rand(num_points, generator=random).sqrt()
     angles = 2 * math.pi * TURNS * radii + math.pi * arms
     points = radii[:, None] * torch.stack((angles.cos(), angles.sin()), dim=1)
