@@ -115,7 +115,7 @@ def choose(case: Case) -> tuple[int, float]:
             begun = CLOCK()
             step = made.step(case.batch)
             seconds.append(CLOCK() - begun)
-    return step.plan.cut.micro_batch_size or case.num_samples, seconds[0] - seconds[1]
+    return step.plan.split.micro_batch_size or case.num_samples, seconds[0] - seconds[1]
 
 
 def sizes_of(num_samples: int) -> list[int]:

@@ -25,7 +25,7 @@ from torch.nn import functional
 import anybatch as ab
 from anybatch.core.batch import LaterUnits, Placement, Positions
 from anybatch.core.randomness import micro_batch_seed
-from anybatch.core.splitting import Cut
+from anybatch.core.splitting import SplitOptions
 from anybatch.testing import RankPool, relative_error
 
 NUM_SAMPLES, NUM_POSITIONS, NUM_FEATURES, WIDTH, NUM_LAYERS, VECTOR = 256, 16, 32, 256, 4, 32
@@ -108,7 +108,7 @@ def errors(sizes: list[int]) -> list[tuple[float, float]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with ab.Engine(model, optimizer, loss, micro_batch_size=size, world=world) as engine:
             gradients = engine.gradients(InMemoryPairs(batch))
-        units = Placement(Cut(micro_batch_size=size), world.size, 0).plan(NUM_SAMPLES).units
+        units = Placement(SplitOptions(micro_batch_size=size), world.size, 0).plan(NUM_SAMPLES).units
         whole, naive = [], dict.fromkeys(gradients, torch.zeros(()))
         for unit in units:
             torch.default_generator.manual_seed(micro_batch_seed(0, 0, unit.start))

@@ -24,7 +24,7 @@ import variable_length
 
 import anybatch as ab
 from anybatch.core import batch as cutting
-from anybatch.core.splitting import BatchPlan, Cut, Unit, plan_of
+from anybatch.core.splitting import BatchPlan, SplitOptions, Unit, plan_of
 from anybatch.core.token_budget import SampleLengths, TokenBudget, plan_by_length
 from anybatch.data import Padded
 from anybatch.testing import RankPool
@@ -33,7 +33,7 @@ NUM_RANKS, ROUNDS, FIXED = 2, 24, 30.0
 SIZE = 2 * variable_length.SIZE
 
 
-def by_halves(lengths: SampleLengths, world_size: int, cut: Cut, budget: TokenBudget) -> BatchPlan:
+def by_halves(lengths: SampleLengths, world_size: int, cut: SplitOptions, budget: TokenBudget) -> BatchPlan:
     """Give each rank an equal number of samples, in order, and split them into micro-batches by length."""
     total, order, shares, start = len(lengths.tokens), [], [], 0
     for rank in range(world_size):
@@ -55,7 +55,7 @@ def spread(plan: Callable[..., BatchPlan], world_size: int) -> float:
     budget = ab.token_budget(variable_length.CAP, fixed_tokens=FIXED)
     for _ in range(max(20, 1_000 // world_size)):
         tokens = [min(512, max(2, variable_length.log_normal(draw))) for _ in range(64 * world_size)]
-        made = plan(SampleLengths(tokens=tokens), world_size, Cut(), budget)
+        made = plan(SampleLengths(tokens=tokens), world_size, SplitOptions(), budget)
         costs = [
             sum(
                 FIXED + unit.num_samples * max(tokens[place] for place in made.positions(unit))
@@ -74,7 +74,7 @@ def seconds_of_cut(num_samples: int, num_ranks: int, *, packed: bool) -> float:
     for _ in range(7):
         tokens = [min(512, max(2, variable_length.log_normal(draw))) for _ in range(num_samples)]
         begun = time.perf_counter()
-        plan_by_length(SampleLengths(tokens=tokens, packed=packed), num_ranks, Cut(), budget)
+        plan_by_length(SampleLengths(tokens=tokens, packed=packed), num_ranks, SplitOptions(), budget)
         seconds.append(time.perf_counter() - begun)
     return statistics.median(seconds)
 

@@ -44,7 +44,7 @@ from anybatch.recipes.text import Transformer
 
 SIZE, CAP, LONGEST, NUM_BATCHES, ROUNDS = 64, 4_096, 512, 6, 4
 Lengths = list[int]
-Cut = list[list[int]]
+SplitOptions = list[list[int]]
 
 
 def log_normal(draw: random.Random) -> int:
@@ -104,24 +104,24 @@ def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
-def padding(lengths: Lengths, cut: Cut) -> float:
+def padding(lengths: Lengths, cut: SplitOptions) -> float:
     """Return the share of padding in the computed tokens."""
     computed = sum(len(unit) * max(lengths[place] for place in unit) for unit in cut)
     return 1 - sum(lengths) / computed
 
 
-def in_order(order: Sequence[int]) -> Cut:
-    """Cut into micro-batches of 8, in order."""
+def in_order(order: Sequence[int]) -> SplitOptions:
+    """SplitOptions into micro-batches of 8, in order."""
     return [list(order[start : start + 8]) for start in range(0, len(order), 8)]
 
 
-def rebalanced(lengths: Lengths, num_units: int) -> Cut:
+def rebalanced(lengths: Lengths, num_units: int) -> SplitOptions:
     """Split like transformers' sampler."""
     sampler = BatchRebalanceSampler(lengths, len(lengths), 1, num_units, shuffle=False)
     return [list(unit) for unit in sampler]
 
 
-def rebalanced_within_cap(lengths: Lengths) -> Cut:
+def rebalanced_within_cap(lengths: Lengths) -> SplitOptions:
     """Split like transformers' sampler, into the fewest micro-batches within the limit."""
     for num_units in range(1, len(lengths) + 1):
         cut = rebalanced(lengths, num_units)
@@ -130,7 +130,7 @@ def rebalanced_within_cap(lengths: Lengths) -> Cut:
     raise AssertionError
 
 
-CUTS: dict[str, Callable[[Lengths], Cut]] = {
+CUTS: dict[str, Callable[[Lengths], SplitOptions]] = {
     "arrival order, 8 samples": lambda lengths: in_order(range(len(lengths))),
     "sorted, 8 samples": lambda lengths: in_order(sorted(range(len(lengths)), key=lengths.__getitem__)),
     "transformers, 8 micro-batches": lambda lengths: rebalanced(lengths, 8),
@@ -146,7 +146,7 @@ class ByHand:
         waste: the padding of each batch.
     """
 
-    def __init__(self, dataset: Texts, cut: Callable[[Lengths], Cut]) -> None:
+    def __init__(self, dataset: Texts, cut: Callable[[Lengths], SplitOptions]) -> None:
         self.waste: list[float] = []
         self._dataset, self._cut = dataset, cut
         self._model = network()

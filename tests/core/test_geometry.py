@@ -11,7 +11,7 @@ from anybatch.core.geometry import (
     sizes_to_time,
     smallest_of_the_fastest,
 )
-from anybatch.core.splitting import Cut, plan_batch
+from anybatch.core.splitting import SplitOptions, plan_batch
 from anybatch.errors import BatchSizeError
 from tests.faults import sees
 from tests.raising import raises
@@ -25,7 +25,7 @@ def test_the_product_follows_from_the_factors(ranks: int, steps: int, micro: int
     """The effective batch size is the product of micro-batch size, accumulation steps and ranks, as in the plan."""
     sizes = resolve_sizes(world_size=ranks, micro_batch_size=micro, accumulation_steps=steps)
     assert sizes.effective_batch_size == ranks * steps * micro
-    plan = plan_batch(ranks * steps * micro, ranks, Cut(micro_batch_size=micro))
+    plan = plan_batch(ranks * steps * micro, ranks, SplitOptions(micro_batch_size=micro))
     assert {unit.num_samples for unit in plan.units} == {micro}
     assert {len(share) for share in plan.shares} == {steps}
 
@@ -39,7 +39,7 @@ def test_the_product_follows_from_the_factors(ranks: int, steps: int, micro: int
 @given(ranks=SIZES, effective=st.integers(1, 4096), micro=SIZES)
 def test_three_sizes_must_agree_with_the_plan(ranks: int, effective: int, micro: int) -> None:
     """Three sizes are accepted exactly if the plan of the batch has that many steps."""
-    steps = plan_batch(effective, ranks, Cut(micro_batch_size=micro)).accumulation_steps
+    steps = plan_batch(effective, ranks, SplitOptions(micro_batch_size=micro)).accumulation_steps
     given_all = {"world_size": ranks, "effective_batch_size": effective, "micro_batch_size": micro}
     assert resolve_sizes(**given_all, accumulation_steps=steps).effective_batch_size == effective
     for other in {steps - 1, steps + 1} - {0}:
@@ -70,7 +70,7 @@ GROUPS = st.integers(1, 9)
 
 def parts(share: int, size: int, group: int = 1) -> list[int]:
     """Return the micro-batches into which the engine would cut a share."""
-    plan = plan_batch(share, 1, Cut(micro_batch_size=size, group=None if group == 1 else group))
+    plan = plan_batch(share, 1, SplitOptions(micro_batch_size=size, group=None if group == 1 else group))
     return [unit.num_samples for unit in plan.units]
 
 

@@ -15,8 +15,8 @@ from anybatch.core.tree import (
     as_fields,
     count_samples,
     join_samples,
+    mark_and_count,
     moved_to,
-    read_samples,
     slice_samples,
 )
 from anybatch.errors import DataError
@@ -151,7 +151,7 @@ def test_a_list_of_samples_is_never_read_as_fields(kind: str, lengths: list[int]
     }[place]
     for known in (None, number):
         try:
-            marked, found = read_samples(batch, known)
+            marked, found = mark_and_count(batch, known)
         except DataError as error:
             assert known is None or f"{number} samples, one for each entry" in str(error)  # noqa: PT017
             continue

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anybatch.core.geometry import ceil_div
-from anybatch.core.splitting import BatchPlan, Cut, Deal, even_parts, group_sizes, plan_batch, plan_shares
+from anybatch.core.splitting import BatchPlan, Deal, SplitOptions, even_parts, group_sizes, plan_batch, plan_shares
 from anybatch.errors import BatchSizeError, CompositionError
 from tests.faults import sees
 from tests.raising import raises
 
 SIZES = st.none() | st.integers(1, 40)
 DEALS: st.SearchStrategy[Deal] = st.sampled_from(["balanced", "fixed"])
-CUTS = st.builds(Cut, micro_batch_size=SIZES, deal=DEALS, lockstep=st.booleans()) | st.builds(
-    Cut, accumulation_steps=SIZES, deal=DEALS, lockstep=st.booleans()
+OPTIONS = st.builds(SplitOptions, micro_batch_size=SIZES, deal=DEALS, lockstep=st.booleans()) | st.builds(
+    SplitOptions, accumulation_steps=SIZES, deal=DEALS, lockstep=st.booleans()
 )
 
 
@@ -36,11 +36,11 @@ def positions(plan: BatchPlan) -> list[int]:
         "tests/data/test_indexed_batches.py::test_ranks_and_units_partition_an_epoch",
     ],
 )
-@given(num_samples=st.integers(0, 200), world_size=st.integers(1, 9), cut=CUTS)
+@given(num_samples=st.integers(0, 200), world_size=st.integers(1, 9), split=OPTIONS)
 @pytest.mark.slow
-def test_units_are_a_partition(num_samples: int, world_size: int, cut: Cut) -> None:
+def test_units_are_a_partition(num_samples: int, world_size: int, split: SplitOptions) -> None:
     """Every sample is in exactly one counting unit, in global order; no unit is empty, and numbers are consecutive."""
-    plan = plan_batch(num_samples, world_size, cut)
+    plan = plan_batch(num_samples, world_size, split)
 
     assert plan.world_size == world_size
     assert positions(plan) == list(range(num_samples))
@@ -50,36 +50,36 @@ def test_units_are_a_partition(num_samples: int, world_size: int, cut: Cut) -> N
 
 
 @pytest.mark.slow
-@given(num_samples=st.integers(0, 200), world_size=st.integers(1, 9), cut=CUTS)
-def test_sizes_are_respected(num_samples: int, world_size: int, cut: Cut) -> None:
+@given(num_samples=st.integers(0, 200), world_size=st.integers(1, 9), split=OPTIONS)
+def test_sizes_are_respected(num_samples: int, world_size: int, split: SplitOptions) -> None:
     """No unit exceeds its limit, and the number of steps is the given one, or the smallest that fits."""
-    plan = plan_batch(num_samples, world_size, cut)
+    plan = plan_batch(num_samples, world_size, split)
     sizes = [[unit.num_samples for unit in share if unit.weight] for share in plan.shares]
-    if cut.micro_batch_size is not None:
-        assert max(itertools.chain(*sizes), default=0) <= cut.micro_batch_size
-        if cut.deal == "balanced":
-            assert [len(share) for share in sizes] == [ceil_div(sum(share), cut.micro_batch_size) for share in sizes]
+    if split.micro_batch_size is not None:
+        assert max(itertools.chain(*sizes), default=0) <= split.micro_batch_size
+        if split.deal == "balanced":
+            assert [len(share) for share in sizes] == [ceil_div(sum(share), split.micro_batch_size) for share in sizes]
         else:
-            assert len(plan.units) == ceil_div(num_samples, cut.micro_batch_size)
-    if cut.accumulation_steps is not None:
+            assert len(plan.units) == ceil_div(num_samples, split.micro_batch_size)
+    if split.accumulation_steps is not None:
         assert all(max(share, default=0) - min(share, default=0) <= 1 for share in sizes)
-        assert max(map(len, sizes)) <= cut.accumulation_steps
-        if cut.deal == "balanced":
-            assert [len(share) for share in sizes] == [min(sum(share), cut.accumulation_steps) for share in sizes]
+        assert max(map(len, sizes)) <= split.accumulation_steps
+        if split.deal == "balanced":
+            assert [len(share) for share in sizes] == [min(sum(share), split.accumulation_steps) for share in sizes]
 
 
 @sees(
-    "a fixed cut depends on the number of ranks",
+    "a fixed split depends on the number of ranks",
     "src/anybatch/core/splitting.py",
-    "sizes = _units_of(num_samples, cut.micro_batch_size or share, cut)",
-    "sizes = _units_of(num_samples, (cut.micro_batch_size or share) + world_size - 1, cut)",
+    "sizes = _units_of(num_samples, split.micro_batch_size or share, split)",
+    "sizes = _units_of(num_samples, (split.micro_batch_size or share) + world_size - 1, split)",
     also=["tests/engine/test_generators.py::test_dropout_does_not_depend_on_the_number_of_ranks[all_reduce]"],
 )
 @given(num_samples=st.integers(0, 200), size=st.integers(1, 40), world_sizes=st.lists(st.integers(1, 9), min_size=2))
 def test_a_fixed_cut_does_not_depend_on_the_ranks(num_samples: int, size: int, world_sizes: list[int]) -> None:
     """With deal="fixed" and a given size the units are the same on any number of ranks."""
-    cut = Cut(micro_batch_size=size, deal="fixed")
-    assert len({plan_batch(num_samples, world_size, cut).units for world_size in world_sizes}) == 1
+    split = SplitOptions(micro_batch_size=size, deal="fixed")
+    assert len({plan_batch(num_samples, world_size, split).units for world_size in world_sizes}) == 1
 
 
 @sees(
@@ -92,14 +92,14 @@ def test_a_fixed_cut_does_not_depend_on_the_ranks(num_samples: int, size: int, w
         "tests/parallel/test_fsdp.py::test_idle_ranks_run_extra_micro_batches[7]",
     ],
 )
-@given(num_samples=st.integers(1, 200), world_size=st.integers(1, 9), cut=CUTS)
-def test_lockstep_ranks_run_equally_many_units(num_samples: int, world_size: int, cut: Cut) -> None:
+@given(num_samples=st.integers(1, 200), world_size=st.integers(1, 9), split=OPTIONS)
+def test_lockstep_ranks_run_equally_many_units(num_samples: int, world_size: int, split: SplitOptions) -> None:
     """In lockstep all ranks run the same number of units; added ones have no weight and come last."""
-    plan = plan_batch(num_samples, world_size, cut)
+    plan = plan_batch(num_samples, world_size, split)
     weights = [[unit.weight for unit in share] for share in plan.shares]
     assert all(share == sorted(share, reverse=True) and set(share) <= {0.0, 1.0} for share in weights)
     assert sum(unit.num_samples for share in plan.shares for unit in share if unit.weight) == num_samples
-    if cut.lockstep:
+    if split.lockstep:
         assert len({len(share) for share in plan.shares}) == 1
     else:
         assert all(unit.weight == 1.0 for share in plan.shares for unit in share)
@@ -153,9 +153,9 @@ def test_groups_are_a_partition(num_samples: int, group: int) -> None:
 
 
 @sees(
-    "norms: units cut groups",
+    "norms: units split groups",
     "src/anybatch/core/splitting.py",
-    "groups, per_unit = group_sizes(num_samples, cut.group), max(1, size // cut.group)",
+    "groups, per_unit = group_sizes(num_samples, split.group), max(1, size // split.group)",
     "groups, per_unit = group_sizes(num_samples, 2), max(1, size // 2)",
 )
 @given(
@@ -176,10 +176,10 @@ def test_units_and_shares_hold_whole_groups(  # noqa: PLR0917 (Hypothesis passes
     deal: Deal,
     lockstep: bool,
 ) -> None:
-    """No group is cut, on any number of ranks; no sample is lost or repeated; units are within their limit."""
+    """No group is split, on any number of ranks; no sample is lost or repeated; units are within their limit."""
     size = None if groups_per_unit is None else group * groups_per_unit + more % group
-    cut = Cut(micro_batch_size=size, deal=deal, lockstep=lockstep, group=group)
-    plan = plan_batch(num_samples, world_size, cut)
+    split = SplitOptions(micro_batch_size=size, deal=deal, lockstep=lockstep, group=group)
+    plan = plan_batch(num_samples, world_size, split)
     ends = {bound for share in plan.shares for unit in share for bound in (unit.start, unit.stop)}
     counted = [sum(len(group_sizes(u.num_samples, group)) for u in share if u.weight) for share in plan.shares]
 
@@ -193,23 +193,23 @@ def test_units_and_shares_hold_whole_groups(  # noqa: PLR0917 (Hypothesis passes
 
 
 def test_cut_groups_are_refused() -> None:
-    """Shares that cut a group, a rest of a single sample, and micro-batches below a group raise."""
-    whole = Cut(group=4)
+    """Shares that split a group, a rest of a single sample, and micro-batches below a group raise."""
+    whole = SplitOptions(group=4)
     assert [unit.num_samples for unit in plan_shares((8, 4, 5), whole).units] == [8, 4, 5]
     with raises(BatchSizeError, "group_cut"):
         plan_shares((8, 6, 3), whole)
     with raises(BatchSizeError, "group_cut"):
         plan_shares((8, 1), whole)
     with raises(BatchSizeError, "group_too_large"):
-        plan_batch(12, 1, Cut(micro_batch_size=3, group=4))
+        plan_batch(12, 1, SplitOptions(micro_batch_size=3, group=4))
 
 
 def test_impossible_plans_are_refused() -> None:
     """A negative number of samples, and fixed units of shares that are already dealt, raise."""
     with raises(BatchSizeError, "negative_size"):
-        plan_batch(-1, 1, Cut(deal="fixed", micro_batch_size=2))
+        plan_batch(-1, 1, SplitOptions(deal="fixed", micro_batch_size=2))
     with pytest.raises(CompositionError):
-        plan_shares((3, 4), Cut(deal="fixed"))
+        plan_shares((3, 4), SplitOptions(deal="fixed"))
 
 
 @given(
@@ -221,7 +221,9 @@ def test_impossible_plans_are_refused() -> None:
 def test_positions_of_units_are_a_partition(num_samples: int, world_size: int, size: int, seed: int) -> None:
     """For any permutation, each position is in exactly one counting unit, in the order's order."""
     order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
-    plan = dataclasses.replace(plan_batch(num_samples, world_size, Cut(micro_batch_size=size)), order=tuple(order))
+    plan = dataclasses.replace(
+        plan_batch(num_samples, world_size, SplitOptions(micro_batch_size=size)), order=tuple(order)
+    )
 
     found = [position for unit in plan.units for position in plan.positions(unit)]
 

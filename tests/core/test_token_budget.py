@@ -1,4 +1,4 @@
-"""A cut by length is a partition within its cap, at minimum cost, and dealt evenly to ranks."""
+"""A split by length is a partition within its cap, at minimum cost, and dealt evenly to ranks."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from anybatch.core.batch import Placement
-from anybatch.core.splitting import BatchPlan, Cut
+from anybatch.core.splitting import BatchPlan, SplitOptions
 from anybatch.core.token_budget import SampleLengths, plan_by_length, token_budget
 from anybatch.errors import BatchSizeError, DataError, UserError
 from tests.faults import sees
@@ -95,8 +95,8 @@ def test_a_cut_is_a_partition_within_the_cap(  # noqa: PLR0917 (drawn)
 ) -> None:
     """Each sample is in exactly one counting micro-batch, none of which is empty or above the cap."""
     sample_lengths = SampleLengths(tokens=lengths, packed=packed, multiple_of=multiple_of)
-    cut = Cut(lockstep=lockstep, deal=deal)  # type: ignore[arg-type]  # either
-    plan = plan_by_length(sample_lengths, world_size, cut, token_budget(cap, fixed_tokens=fixed))
+    split = SplitOptions(lockstep=lockstep, deal=deal)  # type: ignore[arg-type]  # either
+    plan = plan_by_length(sample_lengths, world_size, split, token_budget(cap, fixed_tokens=fixed))
 
     occupied = sample_lengths.occupied_tokens
     found = [list(plan.positions(unit)) for unit in plan.units]
@@ -111,7 +111,7 @@ def test_a_cut_is_a_partition_within_the_cap(  # noqa: PLR0917 (drawn)
 
 
 @sees(
-    "a cut by length uses the most expensive micro-batch that fits",
+    "a split by length uses the most expensive micro-batch that fits",
     "src/anybatch/core/token_budget.py",
     "lowest, begin = min((best[i]",
     "lowest, begin = max((best[i]",
@@ -123,7 +123,7 @@ def test_a_cut_is_a_partition_within_the_cap(  # noqa: PLR0917 (drawn)
 )
 def test_a_padded_cut_is_the_cheapest_of_all(lengths: list[int], cap: int, fixed: float) -> None:
     """No partition within the cap, sorted or not, costs less."""
-    plan = plan_by_length(SampleLengths(tokens=lengths), 1, Cut(), token_budget(cap, fixed_tokens=fixed))
+    plan = plan_by_length(SampleLengths(tokens=lengths), 1, SplitOptions(), token_budget(cap, fixed_tokens=fixed))
     (costs,) = costs_of(plan, SampleLengths(tokens=lengths), fixed)
 
     assert sum(costs) == pytest.approx(least_cost(lengths, cap, fixed))
@@ -133,7 +133,7 @@ def test_a_padded_cut_is_the_cheapest_of_all(lengths: list[int], cap: int, fixed
 def test_packed_cuts_have_few_micro_batches(lengths: list[int], cap: int) -> None:
     """Packing uses at most one bin more than the minimum on small batches, without padding."""
     sample_lengths = SampleLengths(tokens=lengths, packed=True)
-    plan = plan_by_length(sample_lengths, 1, Cut(), token_budget(cap, fixed_tokens=1.0))
+    plan = plan_by_length(sample_lengths, 1, SplitOptions(), token_budget(cap, fixed_tokens=1.0))
 
     fewest = least_cost(lengths, cap, 1.0, packed=True) - sum(lengths)
     assert len(plan.units) <= fewest + 1
@@ -147,8 +147,8 @@ def test_ranks_get_equal_work(packed: bool, lockstep: bool) -> None:
     for world_size in (2, 3, 8):
         tokens = [min(512, max(1, int(draw.lognormvariate(4.5, 0.8)))) for _ in range(64 * world_size)]
         lengths, budget = SampleLengths(tokens=tokens, packed=packed), token_budget(4096, fixed_tokens=100.0)
-        (alone,) = costs_of(plan_by_length(lengths, 1, Cut(), budget), lengths, 100.0)
-        dealt = costs_of(plan_by_length(lengths, world_size, Cut(lockstep=lockstep), budget), lengths, 100.0)
+        (alone,) = costs_of(plan_by_length(lengths, 1, SplitOptions(), budget), lengths, 100.0)
+        dealt = costs_of(plan_by_length(lengths, world_size, SplitOptions(lockstep=lockstep), budget), lengths, 100.0)
 
         assert max(map(sum, dealt)) <= 1.08 * sum(alone) / world_size
 
@@ -158,7 +158,7 @@ def test_a_fixed_cut_is_the_same_on_any_ranks() -> None:
     lengths = SampleLengths(tokens=[place * 7 % 31 + 1 for place in range(90)])
     found = []
     for world_size in (1, 2, 5):
-        plan = plan_by_length(lengths, world_size, Cut(deal="fixed"), token_budget(64))
+        plan = plan_by_length(lengths, world_size, SplitOptions(deal="fixed"), token_budget(64))
         found.append({tuple(plan.positions(unit)) for unit in plan.units})
 
     assert found[0] == found[1] == found[2]
@@ -168,8 +168,8 @@ def test_a_sample_longer_than_the_budget_is_refused_or_alone() -> None:
     """A sample above the budget raises with its length and the fixes; optionally it gets its own micro-batch."""
     lengths = SampleLengths(tokens=[3, 50, 4])
     with raises(BatchSizeError, "sample_too_long"):
-        plan_by_length(lengths, 1, Cut(), token_budget(20))
-    plan = plan_by_length(lengths, 1, Cut(), token_budget(20, longer="alone"))
+        plan_by_length(lengths, 1, SplitOptions(), token_budget(20))
+    plan = plan_by_length(lengths, 1, SplitOptions(), token_budget(20, longer="alone"))
 
     assert sorted(tuple(plan.positions(unit)) for unit in plan.units) == [(0, 2), (1,)]
 
@@ -181,10 +181,12 @@ def test_other_values_are_checked() -> None:
     with raises(UserError, "unknown_option"):
         token_budget(8, longer="cut")  # type: ignore[arg-type]  # on purpose
     with raises(UserError, "falling_cost"):
-        plan_by_length(SampleLengths(tokens=[1, 2]), 1, Cut(), token_budget(8, sample_cost=lambda length: -length))
+        plan_by_length(
+            SampleLengths(tokens=[1, 2]), 1, SplitOptions(), token_budget(8, sample_cost=lambda length: -length)
+        )
 
 
 def test_a_batch_without_lengths_is_refused() -> None:
     """The error for data without lengths names the argument to give."""
     with raises(DataError, "no_lengths"):
-        Placement(Cut(), 1, 0, token_budget(8)).plan(5)
+        Placement(SplitOptions(), 1, 0, token_budget(8)).plan(5)

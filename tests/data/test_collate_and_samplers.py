@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Su
 
 import anybatch.data as ab
 from anybatch.core.batch import Placement, Position
-from anybatch.core.splitting import Cut
+from anybatch.core.splitting import SplitOptions
 from anybatch.errors import DataError
 from tests.raising import raises
 
@@ -32,7 +32,7 @@ def normalised(samples: list[torch.Tensor]) -> torch.Tensor:
     return mixed - mixed.mean(0)
 
 
-def fed(batch: Any, cut: Cut, world_size: int = 1) -> list[torch.Tensor]:
+def fed(batch: Any, cut: SplitOptions, world_size: int = 1) -> list[torch.Tensor]:
     """Return the units of all ranks."""
     return [unit for rank in range(world_size) for unit in Placement(cut, world_size, rank).micro_batches(batch)]
 
@@ -48,7 +48,7 @@ def test_a_collate_over_the_effective_batch_sees_all_of_it(is_stream: bool, num_
         rows = []
         for size, world_size in ((None, 1), (2, 1), (1, 3)):
             batches = ab.batches(data, effective_batch_size=7, shuffle=False, collate=collate, num_workers=num_workers)
-            made = [fed(batch, Cut(micro_batch_size=size), world_size) for batch in batches]
+            made = [fed(batch, SplitOptions(micro_batch_size=size), world_size) for batch in batches]
             rows.append(torch.cat(made[number]))
         assert torch.equal(rows[0], rows[1])
         assert torch.equal(rows[0], rows[2])
@@ -65,9 +65,9 @@ def test_other_rows_than_samples_are_refused_unless_declared(is_stream: bool) ->
     data = Stream() if is_stream else ROWS
     arguments: dict[str, Any] = {"effective_batch_size": 5, "shuffle": False}
     with raises(DataError, "other_rows"):
-        fed(next(iter(ab.batches(data, collate=some, **arguments))), Cut())
+        fed(next(iter(ab.batches(data, collate=some, **arguments))), SplitOptions())
     declared = next(iter(ab.batches(data, collate=ab.AnyRows(some), **arguments)))
-    assert [len(unit) for unit in fed(declared, Cut())] == [4]
+    assert [len(unit) for unit in fed(declared, SplitOptions())] == [4]
 
 
 class Table:
@@ -94,7 +94,7 @@ def test_data_without_random_draws_is_read_in_batches(kind: str, reads: list[str
     """Each unit of a table is one batched read; with a transform, samples are read singly under their random keys."""
     table = Table(kind)
     batch = next(iter(ab.batches(table, effective_batch_size=6, shuffle=False)))
-    assert torch.equal(torch.cat(fed(batch, Cut(micro_batch_size=2))), ROWS[:6])
+    assert torch.equal(torch.cat(fed(batch, SplitOptions(micro_batch_size=2))), ROWS[:6])
     assert table.reads == reads
 
 

@@ -15,10 +15,10 @@ from torch.utils.data import default_collate
 import anybatch.data as ab
 from anybatch.core.batch import Placement, Position
 from anybatch.core.randomness import order_seed
-from anybatch.core.splitting import Cut
+from anybatch.core.splitting import SplitOptions
 from anybatch.data.loading import pinned
 
-ONE = Placement(Cut(), 1, 0)
+ONE = Placement(SplitOptions(), 1, 0)
 
 
 class Drawing:
@@ -34,13 +34,13 @@ class Drawing:
         return float(index), random.random(), np.random.random(), torch.rand((), dtype=torch.float64).item()
 
 
-def rows(batches: ab.Batches, cut: Cut, world_size: int) -> list[list[Any]]:
+def rows(batches: ab.Batches, split: SplitOptions, world_size: int) -> list[list[Any]]:
     """Return the samples of each batch as fed to all ranks, in global order."""
     return [
         sorted(
             sample
             for rank in range(world_size)
-            for unit in Placement(cut, world_size, rank).micro_batches(batch)
+            for unit in Placement(split, world_size, rank).micro_batches(batch)
             for sample in unit
         )
         for batch in batches
@@ -48,11 +48,11 @@ def rows(batches: ab.Batches, cut: Cut, world_size: int) -> list[list[Any]]:
 
 
 cuts = st.builds(
-    Cut,
+    SplitOptions,
     micro_batch_size=st.none() | st.integers(1, 7),
     deal=st.sampled_from(["balanced", "fixed"]),
     lockstep=st.booleans(),
-) | st.builds(Cut, accumulation_steps=st.integers(1, 5), deal=st.sampled_from(["balanced", "fixed"]))
+) | st.builds(SplitOptions, accumulation_steps=st.integers(1, 5), deal=st.sampled_from(["balanced", "fixed"]))
 
 
 def test_batches_are_the_plain_loop() -> None:
@@ -71,21 +71,21 @@ def test_batches_are_the_plain_loop() -> None:
     num_samples=st.integers(1, 40),
     size=st.integers(1, 20),
     world_size=st.integers(1, 5),
-    cut=cuts,
+    split=cuts,
     shuffle=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
 @pytest.mark.slow
 def test_ranks_and_units_partition_an_epoch(
-    num_samples: int, size: int, world_size: int, cut: Cut, shuffle: bool
+    num_samples: int, size: int, world_size: int, split: SplitOptions, shuffle: bool
 ) -> None:
-    """For every cut and world size each rank gets the units of its share, and each sample counts once."""
+    """For every split and world size each rank gets the units of its share, and each sample counts once."""
     batches = ab.batches(range(num_samples), effective_batch_size=size, shuffle=shuffle, collate=list)
     counted: list[int] = []
     for batch in batches:
-        plan = Placement(cut, world_size, 0).plan(len(batch.sample_ids))
+        plan = Placement(split, world_size, 0).plan(len(batch.sample_ids))
         for rank, share in enumerate(plan.shares):
-            units = list(Placement(cut, world_size, rank).micro_batches(batch))
+            units = list(Placement(split, world_size, rank).micro_batches(batch))
             assert units == [list(batch.sample_ids[unit.start : unit.stop]) for unit in share]
             counted += [i for ids, unit in zip(units, share, strict=True) if unit.weight for i in ids]
     assert sorted(counted) == list(range(num_samples))
@@ -133,19 +133,23 @@ def test_a_run_may_be_resumed_with_another_batch_size() -> None:
 
 
 def test_augmentation_belongs_to_the_sample_and_the_epoch() -> None:
-    """Augmentation depends on seed, epoch and id only, not on world size, cut, order or batch size."""
+    """Augmentation depends on seed, epoch and id only, not on world size, split, order or batch size."""
 
-    def drawn(size: int, cut: Cut, world_size: int, **more: Any) -> list[Any]:
+    def drawn(size: int, split: SplitOptions, world_size: int, **more: Any) -> list[Any]:
         batches = ab.batches(Drawing(13), effective_batch_size=size, epochs=2, collate=list, **more)
-        fed = rows(batches, cut, world_size)
+        fed = rows(batches, split, world_size)
         per_epoch = ab.batches(Drawing(13), effective_batch_size=size, epochs=2, **more).steps_per_epoch
         return [sorted(itertools.chain(*fed[:per_epoch])), sorted(itertools.chain(*fed[per_epoch:]))]
 
-    one = drawn(6, Cut(), 1)
-    assert one == drawn(6, Cut(micro_batch_size=2), 3) == drawn(4, Cut(micro_batch_size=1, deal="fixed"), 2)
-    assert one == drawn(6, Cut(), 1, shuffle=False)
+    one = drawn(6, SplitOptions(), 1)
+    assert (
+        one
+        == drawn(6, SplitOptions(micro_batch_size=2), 3)
+        == drawn(4, SplitOptions(micro_batch_size=1, deal="fixed"), 2)
+    )
+    assert one == drawn(6, SplitOptions(), 1, shuffle=False)
     assert one[0] != one[1]
-    assert one != drawn(6, Cut(), 1, seed=1)
+    assert one != drawn(6, SplitOptions(), 1, seed=1)
     assert len({draw for epoch in one for sample in epoch for draw in sample[1:]}) == 2 * 13 * 3
 
 
@@ -182,7 +186,7 @@ def test_the_callers_generators_are_untouched() -> None:
     np.random.normal()
     before = _state()
     for batch in ab.batches(Drawing(8), effective_batch_size=4):
-        for _ in Placement(Cut(micro_batch_size=2), 1, 0).micro_batches(batch):
+        for _ in Placement(SplitOptions(micro_batch_size=2), 1, 0).micro_batches(batch):
             assert _state() == before
 
     def fails(_: list[Any]) -> None:
@@ -207,7 +211,7 @@ def test_units_are_loaded_on_request() -> None:
 
     batch = next(iter(ab.batches(Recording(), effective_batch_size=6, shuffle=False)))
     assert (batch.sample_ids, loaded) == (tuple(range(6)), [])
-    units = Placement(Cut(micro_batch_size=2), 1, 0).micro_batches(batch)
+    units = Placement(SplitOptions(micro_batch_size=2), 1, 0).micro_batches(batch)
     next(units)
     assert loaded == [0, 1]
     next(units)
@@ -229,7 +233,7 @@ def test_an_error_names_the_sample(collate: Callable[[list[Any]], Any], note: st
 
     batch = next(iter(ab.batches(Broken(4), effective_batch_size=4, shuffle=False, collate=collate)))
     with pytest.raises(ZeroDivisionError) as caught:
-        list(Placement(Cut(micro_batch_size=2), 1, 0).micro_batches(batch))
+        list(Placement(SplitOptions(micro_batch_size=2), 1, 0).micro_batches(batch))
     assert note in caught.value.__notes__[0]
 
 

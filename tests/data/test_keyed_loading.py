@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 import anybatch as ab
 from anybatch.core.batch import Placement
 from anybatch.core.randomness import sample_seed
-from anybatch.core.splitting import Cut
+from anybatch.core.splitting import SplitOptions
 from anybatch.data.random_state import HostDraws, host_random_state, seed_generators
 from anybatch.errors import CheckpointError
 from tests.raising import raises
@@ -42,7 +42,7 @@ def fed(dataset: Any, **options: Any) -> list[list[float]]:
     """Return all samples from `ab.batches`, in units of 2."""
     values: list[list[float]] = []
     for batch in ab.batches(dataset, effective_batch_size=10, shuffle=False, collate=list, **options):
-        for unit in Placement(Cut(micro_batch_size=2), 1, 0).micro_batches(batch):
+        for unit in Placement(SplitOptions(micro_batch_size=2), 1, 0).micro_batches(batch):
             values += unit
             random.random(), np.random.rand(), torch.rand(())  # the training loop may draw between units
     return values

@@ -15,14 +15,14 @@ import torch
 
 import anybatch.data as ab
 from anybatch.core.batch import Placement
-from anybatch.core.splitting import Cut
+from anybatch.core.splitting import SplitOptions
 from anybatch.data.loading import UnitKey
 from anybatch.data.prefetch import Prefetcher
 from anybatch.errors import DataError
 
-PAIRS = Placement(Cut(micro_batch_size=2), 1, 0)
-THREES = Placement(Cut(micro_batch_size=3), 1, 0)
-SECOND_OF_TWO = Placement(Cut(micro_batch_size=2, lockstep=True), 2, 1)
+PAIRS = Placement(SplitOptions(micro_batch_size=2), 1, 0)
+THREES = Placement(SplitOptions(micro_batch_size=3), 1, 0)
+SECOND_OF_TWO = Placement(SplitOptions(micro_batch_size=2, lockstep=True), 2, 1)
 
 
 class Drawing:

@@ -13,14 +13,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import anybatch.data as ab
 from anybatch.core.batch import Placement, Position
-from anybatch.core.splitting import Cut
+from anybatch.core.splitting import SplitOptions
 from anybatch.data.prefetch import packed, unpacked
 from anybatch.errors import DataError
 from tests.raising import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # raised for more workers than cores
 
-ONE = Placement(Cut(), 1, 0)
+ONE = Placement(SplitOptions(), 1, 0)
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
@@ -87,7 +87,7 @@ def test_ranks_and_units_partition_a_stream(lengths: list[int], size: int, world
     parts = [[(number, place) for place in range(length)] for number, length in enumerate(lengths)]
     counted = []
     for batch in ab.batches(ab.Shards(parts), effective_batch_size=size, shuffle=False, collate=list):
-        placements = [Placement(Cut(micro_batch_size=micro), world_size, rank) for rank in range(world_size)]
+        placements = [Placement(SplitOptions(micro_batch_size=micro), world_size, rank) for rank in range(world_size)]
         counted += [sample for placement in placements for unit in placement.micro_batches(batch) for sample in unit]
     assert counted == sorted((sample for part in parts for sample in part), key=lambda sample: (sample[1], sample[0]))
 
@@ -108,7 +108,7 @@ def test_a_stream_is_the_same_for_a_worker_and_after_a_resume() -> None:
     assert fed(streamed(Stream("s", 10), num_workers=1)) == whole
     for done, (_, _, end, _) in enumerate(whole, 1):
         assert fed(streamed(Stream("s", 10), start=end)) == whole[done:]
-    second = Placement(Cut(micro_batch_size=1), 2, 1)
+    second = Placement(SplitOptions(micro_batch_size=1), 2, 1)
     assert fed(streamed(Stream("s", 10)), second)[0][3] == [[sample] for sample in whole[0][3][0][2:]]
 
 

@@ -43,7 +43,7 @@ def test_advice_against_accumulating() -> None:
 
     assert little.best < 16
     assert little.gain_of_accumulating == 0.0
-    assert "Accumulating does not pay here: 0% less time" in str(little)
+    assert "Accumulating does not pay here: it reaches a loss in 0% less time" in str(little)
 
 
 def test_unknown_bounds_are_printed() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anybatch.core.batch import Placement
-from anybatch.core.splitting import Cut
+from anybatch.core.splitting import SplitOptions
 from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch
 from tests.engine.cases import InMemory
 
@@ -36,7 +36,7 @@ def test_a_part_has_the_samples_at_its_positions(number: int, data: st.DataObjec
     for chosen in (positions, range(start, number)):
         part = BatchSubset(samples(number), chosen)
         size = data.draw(st.integers(1, number))
-        fed = Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(part)
+        fed = Placement(SplitOptions(micro_batch_size=size), 1, 0).micro_batches(part)
         assert torch.cat([one["x"] for one in fed]).tolist() == list(chosen) == list(part.sample_ids)
 
 
@@ -45,6 +45,6 @@ def test_a_batch_is_loaded_once_for_each_cut() -> None:
     whole = samples(12)
     cached = CachedBatch(whole)
     for size, loads in ((4, 1), (4, 1), (3, 2)):
-        fed = list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(cached))
+        fed = list(Placement(SplitOptions(micro_batch_size=size), 1, 0).micro_batches(cached))
         assert [len(one["x"]) for one in fed] == [size] * (12 // size)
         assert whole.loads == loads

@@ -84,7 +84,7 @@ def test_smaller_cuts_are_used_if_faster(collate: Any, tmp_path: Any) -> None:
         device.largest = 0
         assert relative_error(engine.gradients(batch), expected_gradients(batch.sample_ids)) <= TOLERANCE
         assert 20 < device.largest <= 40
-        assert "; cut at 40, because a step then takes " in engine.decisions["micro_batch_size"]
+        assert "; split at 40, because a step then takes " in engine.decisions["micro_batch_size"]
         engine.step(batch)
         engine.save(tmp_path / "saved")
     device = SimulatedDevice(0.9)

@@ -110,7 +110,7 @@ def settled(model: Model, **options: Any) -> tuple[int | None, str]:
     """Return the size chosen for a step of 29 samples, and the text of the decision."""
     with engine_of(model, **options) as engine:
         report = engine.step(InMemory(vectors(NUM_SAMPLES)))
-        return report.plan.cut.micro_batch_size, engine.decisions["micro_batch_size"]
+        return report.plan.split.micro_batch_size, engine.decisions["micro_batch_size"]
 
 
 # The chosen size
@@ -394,7 +394,7 @@ def test_a_resumed_run_keeps_the_size(make: Callable[[], Model], wanted: int | N
         plan = engine.step(InMemory(vectors(NUM_SAMPLES + 60))).plan
         words = engine.decisions["micro_batch_size"]
 
-    assert plan.cut.micro_batch_size == wanted
+    assert plan.split.micro_batch_size == wanted
     assert words == f"{wanted or 'the whole rank share'}, as in the checkpoint"
     assert second.sizes == [unit.num_samples for unit in plan.units]
 
@@ -422,7 +422,7 @@ def settle_on_ranks(strategy: str, curves: list[str], limits: list[int], num_sam
         report = engine.step(batch)
         gradient = engine.gradients(batch)["out.weight"]
         assert gradient is not None
-        return OnRank(report.plan.cut.micro_batch_size, engine.decisions["micro_batch_size"], gradient)
+        return OnRank(report.plan.split.micro_batch_size, engine.decisions["micro_batch_size"], gradient)
 
 
 @pytest.mark.parametrize(

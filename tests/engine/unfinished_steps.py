@@ -257,7 +257,7 @@ def _leave(strategy: str, way: str, world: ab.World) -> Outcome:
             if not isinstance(raised, ab.StepReport):
                 error = type(raised).__name__
                 assert isinstance(raised, WAYS[way]), raised
-        if way != "out of memory":  # the next step would be cut into smaller micro-batches
+        if way != "out of memory":  # the next step would be split into smaller micro-batches
             trial.engine.step(InMemory(samples(2)))
         trial.engine.close()
     failed, reference = (trial.state() for trial in trials)

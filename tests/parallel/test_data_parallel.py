@@ -315,7 +315,7 @@ def test_running_statistics_are_of_the_first_replica(norms: Any) -> None:
         engine.step(InMemory(batch_of(8)))
 
     if norms == "keep":
-        expected(batch_of(8)["x"][:5])  # 8 samples are cut into 5 and 3
+        expected(batch_of(8)["x"][:5])  # 8 samples are split into 5 and 3
         assert "come from the first replica alone" in said
     torch.testing.assert_close(layer.running_mean, expected.running_mean, rtol=1e-12, atol=0)
 
@@ -328,7 +328,7 @@ def test_evaluation_and_closing() -> None:
     batches = [batch_of(8), batch_of(7)]
     with ab.Engine(model, sgd, ab.mean_over_samples(simple), strategy="data_parallel", world=World()) as engine:
         engine.step(InMemory(batch_of()))
-        assert "2, one after another on the CPU: for comparison" in engine.decisions["replicas"]
+        assert "2, run one after another on the CPU, for comparison" in engine.decisions["replicas"]
         found = engine.evaluate(batches)
     with torch.no_grad():
         expected = sum(simple(model, batch) * len(batch["x"]) for batch in batches) / 15

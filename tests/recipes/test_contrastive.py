@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 import anybatch as ab
 from anybatch.core.batch import Placement
 from anybatch.core.run_config import RunConfig
-from anybatch.core.splitting import Cut
+from anybatch.core.splitting import SplitOptions
 from anybatch.errors import LossError
 from anybatch.recipes import digits
 from anybatch.recipes.contrastive import Encoders, contrastive, encode, loss, retrieval
@@ -56,7 +56,7 @@ def test_any_cut_is_exact(recipe: ab.Job, model: Any, plain_loss: Any) -> None:
     job = dataclasses.replace(recipe, model=lambda: model().double(), collate=doubled)
     whole, cut = (start(job, RunConfig(effective_batch_size=50, steps=1, micro_batch_size=size)) for size in (50, 7))
     (batch,) = whole.batches
-    (samples,) = Placement(Cut(), 1, 0).micro_batches(batch)
+    (samples,) = Placement(SplitOptions(), 1, 0).micro_batches(batch)
     trained = whole.engine.model
     assert isinstance(trained, nn.Module)
     names, parameters = zip(*trained.named_parameters(), strict=True)

@@ -80,7 +80,7 @@ def test_auto_uses_the_planned_limit() -> None:
     ask = asked(budget_bytes=BUDGET, headroom=0.0)
     with ab.Engine(net(), sgd, ab.mean_over_samples(loss), micro_batch_size=Auto(largest=ask)) as engine:
         report = engine.step(BATCH)
-        size = report.plan.cut.micro_batch_size
+        size = report.plan.split.micro_batch_size
         words = engine.decisions["micro_batch_size"]
     with ab.Engine(net(), sgd, ab.mean_over_samples(loss), micro_batch_size=size) as named:
         named.step(BATCH)

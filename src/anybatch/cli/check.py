@@ -83,11 +83,11 @@ def check_recipe(given: argparse.Namespace) -> int:
 def first_batch(job: "Job", num_samples: int, seed: int) -> "Batch":
     """Return the first `num_samples` samples of a job's first epoch, collated as one micro-batch."""
     from anybatch.core.batch import Placement
-    from anybatch.core.splitting import Cut
+    from anybatch.core.splitting import SplitOptions
 
     data = job.train_batches(effective_batch_size=num_samples, steps=1, seed=seed)
     # One rank and one micro-batch: the share is the whole batch.
-    return next(Placement(Cut(), 1, 0).micro_batches(next(iter(data))))
+    return next(Placement(SplitOptions(), 1, 0).micro_batches(next(iter(data))))
 
 
 def check_loop_function(

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from anybatch.core.splitting import BatchPlan, Cut, plan_batch
+from anybatch.core.splitting import BatchPlan, SplitOptions, plan_batch
 from anybatch.core.token_budget import SampleLengths, TokenBudget, plan_by_length
-from anybatch.core.tree import Batch, join_samples, slice_read
+from anybatch.core.tree import Batch, join_samples, slice_marked
 from anybatch.errors import DataError
 
 T = TypeVar("T")
@@ -26,13 +26,13 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The constraints for splitting a batch into units (`cut`), the number of ranks, and this rank.
+    """The options for splitting a batch into units (`split`), the number of ranks, and this rank.
 
-    With a `budget`, batches are split by sample length, and `cut` only sets how units are assigned to ranks. `packed`
+    With a `budget`, batches are split by sample length, and `split` only sets how units are assigned to ranks. `packed`
     selects the layout if the collate function can both pad and pack.
     """
 
-    cut: Cut
+    split: SplitOptions
     world_size: int
     rank: int
     budget: TokenBudget | None = None
@@ -46,7 +46,7 @@ class Placement:
             BatchSizeError: a sample exceeds the token budget, or a BatchNorm group exceeds the micro-batch size.
         """
         if self.budget is None:
-            return plan_batch(num_samples, self.world_size, self.cut)
+            return plan_batch(num_samples, self.world_size, self.split)
         if lengths is None:
             message = (
                 f"micro_batch_size=token_budget({self.budget.tokens}) needs the lengths of the samples. The batch has "
@@ -54,7 +54,7 @@ class Placement:
                 "micro_batch_size=16."
             )
             raise DataError(message, code="no_lengths")
-        return plan_by_length(lengths, self.world_size, self.cut, self.budget)
+        return plan_by_length(lengths, self.world_size, self.split, self.budget)
 
     def units(self, num_samples: int, lengths: SampleLengths | None = None) -> list[Positions]:
         """Return the sample positions of each unit of this rank."""
@@ -89,7 +89,7 @@ def select(values: Sequence[T], positions: Positions) -> Sequence[T]:
 class EffectiveBatch(Protocol):
     """The samples of one optimizer step, over all ranks, before the split. Lazy: `feed` loads and collates them.
 
-    A batch that can be cut by length also has `lengths`, a `SampleLengths`. If `lengths.has_both_layouts`, the batch
+    A batch that can be split by length also has `lengths`, a `SampleLengths`. If `lengths.has_both_layouts`, the batch
     also has a method `in_layout(packed=)`, which returns the batch padded or packed.
     """
 
@@ -117,7 +117,7 @@ class EffectiveBatch(Protocol):
 
 
 def select_each(batch: Batch, lists: Sequence[Sequence[int]], *, first: int = 0) -> Iterator[Batch]:
-    """For each list of positions, yield these samples of an in-memory batch (as `read_samples` returns it).
+    """For each list of positions, yield these samples of an in-memory batch (as `mark_and_count` returns it).
 
     Consecutive positions give one slice. Other positions are sliced one by one and joined, which some batch classes do
     not support. `first` is the position of the batch's first sample.
@@ -125,6 +125,6 @@ def select_each(batch: Batch, lists: Sequence[Sequence[int]], *, first: int = 0)
     for positions in lists:
         start, stop = positions[0] - first, positions[-1] - first + 1
         if list(positions) == list(range(positions[0], positions[-1] + 1)):
-            yield slice_read(batch, start, stop)
+            yield slice_marked(batch, start, stop)
         else:
-            yield join_samples([slice_read(batch, at - first, at - first + 1) for at in positions])
+            yield join_samples([slice_marked(batch, at - first, at - first + 1) for at in positions])

@@ -37,7 +37,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class SplitOptions:
     """Options for splitting an effective batch into units (micro-batches).
 
     Args:
@@ -61,47 +61,47 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CutConstraints:
+class SplitConstraints:
     """Requirements of a strategy or a BatchNorm policy (`norms=`) on units, and on how they are run.
 
     Attributes:
         lockstep: every rank runs the same number of units, and has at least one unit with samples in every step.
-        fills_up: like `lockstep`, but a rank may have no samples in a step; it then runs only fillers (weight 0).
+        allows_empty_ranks: like `lockstep`, but a rank may have no samples in a step; it then runs only fillers.
         every_unit: units without any item of the loss, such as a token with a label, are run too.
         whole: a rank share is one unit, regardless of its size.
         group: units and rank shares hold whole groups of this many consecutive samples; None for no groups.
         min_samples: minimum samples of a unit, if units of equal size can reach it.
-        joins_ranks: ranks wait for each other in the middle of a forward.
-        largest_fitting: why "auto" takes the largest micro-batch that fits, as a text to follow "because"; empty if it
+        syncs_in_forward: ranks wait for each other in the middle of a forward.
+        why_largest: why "auto" takes the largest micro-batch that fits, as a text to follow "because"; empty if it
             takes the fastest.
     """
 
     lockstep: bool = False
-    fills_up: bool = False
+    allows_empty_ranks: bool = False
     every_unit: bool = False
     whole: bool = False
     group: int | None = None
     min_samples: int = 1
-    joins_ranks: bool = False
-    largest_fitting: str = ""
+    syncs_in_forward: bool = False
+    why_largest: str = ""
 
     @property
     def searchable(self) -> bool:
         """Whether "auto" can search for a size: false if a share is one unit, or all units are in memory together."""
         return not (self.whole or self.every_unit)
 
-    def __or__(self, other: "CutConstraints") -> "CutConstraints":
+    def __or__(self, other: "SplitConstraints") -> "SplitConstraints":
         """Return constraints that satisfy both; only one of them may have a group size."""
         assert self.group is None or other.group is None, (self, other)
-        return CutConstraints(
+        return SplitConstraints(
             lockstep=self.lockstep or other.lockstep,
-            fills_up=self.fills_up or other.fills_up,
+            allows_empty_ranks=self.allows_empty_ranks or other.allows_empty_ranks,
             every_unit=self.every_unit or other.every_unit,
             whole=self.whole or other.whole,
             group=other.group if self.group is None else self.group,
             min_samples=max(self.min_samples, other.min_samples),
-            joins_ranks=self.joins_ranks or other.joins_ranks,
-            largest_fitting=self.largest_fitting or other.largest_fitting,
+            syncs_in_forward=self.syncs_in_forward or other.syncs_in_forward,
+            why_largest=self.why_largest or other.why_largest,
         )
 
 
@@ -112,13 +112,13 @@ class BatchPlan:
     Attributes:
         num_samples: samples of the effective batch over all ranks.
         shares: for each rank its units, in the order in which they run.
-        cut: the constraints of the plan.
+        split: the options that the plan follows.
         order: a permutation of the batch's positions; a unit is a range of it. None: a unit is a range of the batch.
     """
 
     num_samples: int
     shares: tuple[tuple[Unit, ...], ...]
-    cut: Cut
+    split: SplitOptions
     order: tuple[int, ...] | None = None
 
     @property
@@ -153,55 +153,55 @@ class BatchPlan:
         if all(share == (largest,) * steps for share in sizes):
             return line
         if self.order is not None:  # split by length: every plan differs, so its sizes are not listed
-            return f"{line}, cut by length: {min(size for share in sizes for size in share)} to {largest}"
+            return f"{line}, split by length: {min(size for share in sizes for size in share)} to {largest}"
         return f"{line}, ragged: {_describe_ragged(sizes)}"
 
 
 @functools.lru_cache(maxsize=8)  # nearly all steps of a run have the same plan
-def plan_batch(num_samples: int, world_size: int, cut: Cut) -> BatchPlan:
+def plan_batch(num_samples: int, world_size: int, split: SplitOptions) -> BatchPlan:
     """Split an effective batch of any size into units, and assign them to `world_size` ranks."""
     if num_samples < 0:
         message = f"{num_samples=} must not be negative."
         raise BatchSizeError(message, code="negative_size")
-    if cut.deal == "balanced":
-        return plan_shares(_even_shares(num_samples, world_size, cut), cut)
-    if cut.accumulation_steps is not None:
-        sizes: Iterable[int] = _even_shares(num_samples, world_size * cut.accumulation_steps, cut, keep_empty=False)
+    if split.deal == "balanced":
+        return plan_shares(_even_shares(num_samples, world_size, split), split)
+    if split.accumulation_steps is not None:
+        sizes: Iterable[int] = _even_shares(num_samples, world_size * split.accumulation_steps, split, keep_empty=False)
     else:
         # Without a micro-batch size a unit is a whole rank share, of at least one group.
-        share = max(ceil_div(num_samples, world_size), cut.group or 1)
-        sizes = _units_of(num_samples, cut.micro_batch_size or share, cut)
+        share = max(ceil_div(num_samples, world_size), split.group or 1)
+        sizes = _units_of(num_samples, split.micro_batch_size or share, split)
     units = [Unit(number, start, stop) for number, (start, stop) in enumerate(_ranges(sizes, 0))]
     # Assign whole units, so that the units do not depend on the world size; ranks may then differ by one unit.
     ends = list(itertools.accumulate(even_parts(len(units), world_size), initial=0))
     shares = tuple(tuple(units[start:stop]) for start, stop in itertools.pairwise(ends))
-    return plan_of(num_samples, shares, cut)
+    return plan_of(num_samples, shares, split)
 
 
 @functools.lru_cache(maxsize=8)
-def plan_shares(share_sizes: tuple[int, ...], cut: Cut) -> BatchPlan:
+def plan_shares(share_sizes: tuple[int, ...], split: SplitOptions) -> BatchPlan:
     """Split a batch that is already divided over ranks: rank r has `share_sizes[r]` consecutive samples.
 
     Raises:
-        CompositionError: `cut.deal` is "fixed", which needs a batch whose samples can go to any rank.
+        CompositionError: `split.deal` is "fixed", which needs a batch whose samples can go to any rank.
         BatchSizeError: a share ends within a group.
     """
-    if cut.deal == "fixed":
+    if split.deal == "fixed":
         refuse_compositions({Feature.FIXED: "", Feature.RANK_SHARES: ""})
-    _refuse_cut_groups(share_sizes, cut)
+    _refuse_split_groups(share_sizes, split)
     shares: list[tuple[Unit, ...]] = []
     number = start = 0
     for size in share_sizes:
         # Split each share separately: no unit may contain samples of two ranks.
-        if cut.accumulation_steps is not None:
-            sizes: Iterable[int] = _even_shares(size, cut.accumulation_steps, cut, keep_empty=False)
+        if split.accumulation_steps is not None:
+            sizes: Iterable[int] = _even_shares(size, split.accumulation_steps, split, keep_empty=False)
         else:
-            sizes = _units_of(size, cut.micro_batch_size or size, cut)
+            sizes = _units_of(size, split.micro_batch_size or size, split)
         share = tuple(Unit(number + k, *bounds) for k, bounds in enumerate(_ranges(sizes, start)))
         shares.append(share)
         number += len(share)
         start += size
-    return plan_of(start, tuple(shares), cut)
+    return plan_of(start, tuple(shares), split)
 
 
 def group_sizes(num_samples: int, group: int) -> tuple[int, ...]:
@@ -229,9 +229,9 @@ def _parts_of(total: int, size: int) -> tuple[int, ...]:
     return (size,) * full + ((rest,) if rest else ())
 
 
-def _even_shares(num_samples: int, num_parts: int, cut: Cut, *, keep_empty: bool = True) -> tuple[int, ...]:
+def _even_shares(num_samples: int, num_parts: int, split: SplitOptions, *, keep_empty: bool = True) -> tuple[int, ...]:
     """Split samples into parts that differ by at most one sample, or by one group if there is a group size."""
-    groups = None if cut.group is None else group_sizes(num_samples, cut.group)
+    groups = None if split.group is None else group_sizes(num_samples, split.group)
     num_pieces = num_samples if groups is None else len(groups)
     # A rank may have no samples, but a unit has at least one.
     parts = even_parts(num_pieces, num_parts if keep_empty else min(num_parts, num_pieces))
@@ -240,34 +240,34 @@ def _even_shares(num_samples: int, num_parts: int, cut: Cut, *, keep_empty: bool
     return tuple(sum(groups[start:stop]) for start, stop in _ranges(parts, 0))
 
 
-def _units_of(num_samples: int, size: int, cut: Cut) -> tuple[int, ...]:
+def _units_of(num_samples: int, size: int, split: SplitOptions) -> tuple[int, ...]:
     """Split samples into units of at most `size`, made of whole groups; refuse a group that does not fit."""
-    if cut.group is None:
+    if split.group is None:
         parts = _parts_of(num_samples, size)
         # One value has no variance: 4 + 4 + 1 becomes 3 + 3 + 3.
-        return parts if not parts or parts[-1] >= cut.min_samples else even_parts(num_samples, len(parts))
+        return parts if not parts or parts[-1] >= split.min_samples else even_parts(num_samples, len(parts))
     # A batch smaller than a group is one group.
-    if size < min(cut.group, num_samples):
+    if size < min(split.group, num_samples):
         message = (
-            f"micro_batch_size={size} must be at least the group size {cut.group}: a group is normalised in one "
+            f"micro_batch_size={size} must be at least the group size {split.group}: a group is normalised in one "
             "micro-batch. Use a larger micro_batch_size or a smaller group."
         )
         raise BatchSizeError(message, micro_batch_size=size, code="group_too_large")
-    groups, per_unit = group_sizes(num_samples, cut.group), max(1, size // cut.group)
+    groups, per_unit = group_sizes(num_samples, split.group), max(1, size // split.group)
     return tuple(sum(groups[start : start + per_unit]) for start in range(0, len(groups), per_unit))
 
 
-def _refuse_cut_groups(share_sizes: Sequence[int], cut: Cut) -> None:
+def _refuse_split_groups(share_sizes: Sequence[int], split: SplitOptions) -> None:
     """Raise a `BatchSizeError` if a share ends within a group."""
-    if cut.group is None:
+    if split.group is None:
         return
     total = sum(share_sizes)
     # Groups are counted from the first sample of the whole batch.
-    borders = {0, *itertools.accumulate(group_sizes(total, cut.group))}
+    borders = {0, *itertools.accumulate(group_sizes(total, split.group))}
     for rank, end in enumerate(itertools.accumulate(share_sizes)):
         if end not in borders:
             message = (
-                f"the share of rank {rank} ends after sample {end} of {total}, within a group of {cut.group} samples. "
+                f"the share of rank {rank} ends after sample {end} of {total}, within a group of {split.group}. "
                 "Make each share a multiple of the group (the last may be shorter), or feed the engine from ab.batches."
             )
             raise BatchSizeError(message, code="group_cut")
@@ -278,13 +278,13 @@ def _ranges(sizes: Iterable[int], start: int) -> Iterable[tuple[int, int]]:
 
 
 def plan_of(
-    num_samples: int, shares: tuple[tuple[Unit, ...], ...], cut: Cut, order: tuple[int, ...] | None = None
+    num_samples: int, shares: tuple[tuple[Unit, ...], ...], split: SplitOptions, order: tuple[int, ...] | None = None
 ) -> BatchPlan:
     """Return a plan with the given units per rank; in lockstep, pad short shares by repeating a unit with weight 0."""
     # An empty batch has no unit to repeat.
-    if cut.lockstep and num_samples:
+    if split.lockstep and num_samples:
         shares = _in_lockstep(shares)
-    return BatchPlan(num_samples=num_samples, shares=shares, cut=cut, order=order)
+    return BatchPlan(num_samples=num_samples, shares=shares, split=split, order=order)
 
 
 def _in_lockstep(shares: tuple[tuple[Unit, ...], ...]) -> tuple[tuple[Unit, ...], ...]:

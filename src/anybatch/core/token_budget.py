@@ -1,21 +1,21 @@
 """Split an effective batch into micro-batches by sample length, for the fastest step under a limit on tokens.
 
-A *cut* is a split into micro-batches. The gradient does not depend on it, so the fastest cut may be used. A padded
+The gradient does not depend on the split into micro-batches, so the fastest split may be used. A padded
 micro-batch of n samples, the longest of L tokens, occupies `n L` tokens. Its cost, in the time of one token, is
 
     fixed + n h(L)        with h(L) = L, or a user function that does not fall with L
 
-Under a limit on `n L`, there is a cheapest cut in which the samples are in order of length. Proof: of any two
+Under a limit on `n L`, there is a cheapest split in which the samples are in order of length. Proof: of any two
 micro-batches, exchange samples so that one has the longest samples, and keep both sizes; then neither maximum rises.
 
-In sorted order, the cheapest cut is a shortest path, which is found exactly. Inside a run of equal lengths, only full
+In sorted order, the cheapest split is a shortest path, which is found exactly. Inside a run of equal lengths, only full
 micro-batches need to be considered: the next sample could be added to any other one at no extra cost. So the search
 takes `n + sum over distinct lengths of limit / L` operations, 20 ms for 16,384 samples.
 
 Packed micro-batches have no padding: samples are concatenated, so fewer micro-batches are cheaper.
 
 The slowest rank determines the time of a step. More micro-batches cost more in total but can be divided more evenly
-over ranks, so a few cuts are compared. For each, the most expensive micro-batch is assigned first, always to the rank
+over ranks, so a few splits are compared. For each, the most expensive micro-batch is assigned first, always to the rank
 with the smallest cost so far (Graham 1969).
 """
 
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from anybatch.core.geometry import ceil_div, checked_int, is_number, refuse_unless
-from anybatch.core.splitting import BatchPlan, Cut, Unit, plan_of
+from anybatch.core.splitting import BatchPlan, SplitOptions, Unit, plan_of
 from anybatch.errors import BatchSizeError, UserError
 
 FIXED_TOKENS = 256.0
@@ -123,18 +123,18 @@ def token_budget(
     return TokenBudget(tokens=tokens, fixed_tokens=fixed, sample_cost=sample_cost, longer=longer)
 
 
-def plan_by_length(lengths: SampleLengths, world_size: int, cut: Cut, budget: TokenBudget) -> BatchPlan:
+def plan_by_length(lengths: SampleLengths, world_size: int, split: SplitOptions, budget: TokenBudget) -> BatchPlan:
     """Split an effective batch by length and divide it over ranks by cost, each rank's most expensive unit first.
 
-    Only `cut.deal` and `cut.lockstep` are used. With "balanced", the split is optimised for all ranks together; with
-    "fixed" it is the split for one rank.
+    Only `split.deal` and `split.lockstep` are used. With "balanced", the result is optimal for all ranks together; with
+    "fixed" it is the result for one rank.
     """
     occupied = lengths.occupied_tokens
     _refuse_longer(lengths, occupied, budget)
     costs = _costs(occupied, budget)
     cap = budget.tokens if budget.current_tokens is None else budget.current_tokens
     fixed = FIXED_TOKENS if budget.fixed_tokens is None else budget.fixed_tokens
-    num_targets = world_size if cut.deal == "balanced" else 1
+    num_targets = world_size if split.deal == "balanced" else 1
     if lengths.packed:
         candidates = _packed_cuts(occupied, costs, cap, num_targets)
     else:
@@ -142,13 +142,13 @@ def plan_by_length(lengths: SampleLengths, world_size: int, cut: Cut, budget: To
     dealt: list[tuple[float, int, list[Cuts]]] = []
     for number, units in enumerate(candidates):
         unit_costs = [fixed + _unit_cost(unit, costs, packed=lengths.packed) for unit in units]
-        shares, cost = _deal(units, unit_costs, world_size, lockstep=cut.lockstep)
+        shares, cost = _deal(units, unit_costs, world_size, lockstep=split.lockstep)
         dealt.append((cost, number, shares))
-    _, _, shares = min(dealt, key=lambda entry: entry[:2])  # of equally fast cuts the first, with the fewest units
+    _, _, shares = min(dealt, key=lambda entry: entry[:2])  # of equally fast splits the first, with the fewest units
     order = tuple(position for share in shares for unit in share for position in unit)
     ends = list(itertools.accumulate((len(unit) for share in shares for unit in share), initial=0))
     numbered = iter(Unit(number, *bounds) for number, bounds in enumerate(itertools.pairwise(ends)))
-    return plan_of(len(occupied), tuple(tuple(next(numbered) for _ in share) for share in shares), cut, order)
+    return plan_of(len(occupied), tuple(tuple(next(numbered) for _ in share) for share in shares), split, order)
 
 
 def _refuse_longer(lengths: SampleLengths, occupied: Sequence[int], budget: TokenBudget) -> None:
@@ -180,20 +180,20 @@ def _costs(occupied: Sequence[int], budget: TokenBudget) -> list[float]:
 
 
 def _padded_cuts(occupied: Sequence[int], costs: Sequence[float], cap: int, fixed: float, num_ranks: int) -> list[Cuts]:
-    """Return the cheapest cut; for several ranks also cuts with lower limits on the cost of a micro-batch."""
+    """Return the cheapest split; for several ranks also splits with lower limits on the cost of a micro-batch."""
     order = sorted(range(len(occupied)), key=occupied.__getitem__)
     lengths, by_length = [occupied[index] for index in order], [costs[index] for index in order]
-    cuts = [cheapest_cut(lengths, by_length, cap, fixed)[0]]
+    splits = [cheapest_split(lengths, by_length, cap, fixed)[0]]
     if num_ranks > 1 and lengths:
         minimum = ceil_div(len(fewest_units(lengths, by_length, cap)), num_ranks)
         for per_rank in range(minimum, minimum + _MAX_EXTRA_PER_RANK):
             limit, ends = _most_even_cut(lengths, by_length, cap, per_rank * num_ranks)
-            cuts += [ends, cheapest_cut(lengths, by_length, cap, fixed, limit)[0]]
-    return [[order[start:stop] for start, stop in itertools.pairwise([0, *ends])] for ends in cuts]
+            splits += [ends, cheapest_split(lengths, by_length, cap, fixed, limit)[0]]
+    return [[order[start:stop] for start, stop in itertools.pairwise([0, *ends])] for ends in splits]
 
 
 def fewest_units(lengths: Sequence[int], costs: Sequence[float], cap: int, limit: float = math.inf) -> list[int]:
-    """Return the ends of the micro-batches in a cut into as few as possible, filled from the longest samples down.
+    """Return the ends of the micro-batches in a split into as few as possible, filled from the longest samples down.
 
     `lengths` (padded) and `costs` (of each sample) are in ascending order. `cap` limits the tokens of a micro-batch and
     `limit` its cost; a single sample may exceed either limit.
@@ -227,10 +227,10 @@ def _max_samples(length: int, cost: float, cap: int, limit: float, num_samples: 
     return min(max(maximum, 1), num_samples)
 
 
-def cheapest_cut(
+def cheapest_split(
     lengths: Sequence[int], costs: Sequence[float], cap: int, fixed: float, limit: float = math.inf
 ) -> tuple[list[int], float]:
-    """Return the ends of the micro-batches in the cheapest cut of samples sorted by length, and its cost.
+    """Return the ends of the micro-batches in the cheapest split of samples sorted by length, and its cost.
 
     The plain search: `best[j] = min(best[i] + fixed + (j - i) costs[j - 1])` over all i for which samples i to j - 1
     are within cap and limit. `lengths` (padded) and `costs` (of each sample) are in ascending order. `cap` limits the
@@ -267,7 +267,7 @@ def _packed_cuts(
 ) -> list[Cuts]:
     """Return the best-fit packing, and packings with more even costs, for several ranks also into more bins."""
     fewest = _best_fit(occupied, cap)
-    cuts = [fewest]
+    splits = [fewest]
     costliest_first = sorted(range(len(occupied)), key=lambda index: (-costs[index], index))
     sizes = {len(fewest)}
     if num_ranks > 1:
@@ -275,8 +275,8 @@ def _packed_cuts(
     for num_bins in sorted(sizes):
         even = _even_bins(costliest_first, occupied, costs, cap, min(num_bins, len(occupied)))
         if even is not None:
-            cuts.append(even)
-    return cuts
+            splits.append(even)
+    return splits
 
 
 def _best_fit(occupied: Sequence[int], cap: int) -> Cuts:

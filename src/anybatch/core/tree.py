@@ -43,7 +43,7 @@ class FieldTuple(tuple[Any, ...]):
     __slots__ = ()
 
 
-def is_cut_whole(node: object) -> bool:
+def is_sliced_as_one(node: object) -> bool:
     """Whether an object is sliced as one leaf: with its `slice_samples`, or as a list with one entry per sample."""
     if type(node) is dict:
         return False
@@ -91,20 +91,20 @@ def children_of(node: Tree) -> Iterator[tuple[str, Any]]:
     return ((f"[{index}]", value) for index, value in enumerate(node))
 
 
-def leaves_of(node: Tree, path: str, *, cutting: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of each leaf; with `cutting`, an object that is sliced as one (`is_cut_whole`) is a leaf."""
-    if not is_container(node) or (cutting and is_cut_whole(node)):
+def leaves_of(node: Tree, path: str, *, keep_sliced: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of each leaf; with `keep_sliced`, an object that `is_sliced_as_one` is a leaf."""
+    if not is_container(node) or (keep_sliced and is_sliced_as_one(node)):
         yield path, node
         return
     for key, child in children_of(node):
-        yield from leaves_of(child, path + key, cutting=cutting)
+        yield from leaves_of(child, path + key, keep_sliced=keep_sliced)
 
 
-def map_tree(node: Tree, function: Callable[[Any], Any], *, cutting: bool = False) -> Tree:
-    """Return the same structure with `function` applied to its leaves; `cutting` as for `leaves_of`."""
-    if isinstance(node, torch.Tensor) or not is_container(node) or (cutting and is_cut_whole(node)):
+def map_tree(node: Tree, function: Callable[[Any], Any], *, keep_sliced: bool = False) -> Tree:
+    """Return the same structure with `function` applied to its leaves; `keep_sliced` as for `leaves_of`."""
+    if isinstance(node, torch.Tensor) or not is_container(node) or (keep_sliced and is_sliced_as_one(node)):
         return function(node)
-    return with_children(node, lambda child: map_tree(child, function, cutting=cutting))
+    return with_children(node, lambda child: map_tree(child, function, keep_sliced=keep_sliced))
 
 
 def with_children(node: Tree, function: Callable[[Any], Any]) -> Tree:
@@ -156,10 +156,10 @@ _MAX_PLAIN_FIELDS = 3
 
 def count_samples(batch: Batch) -> int:
     """Return the number of samples of a nested batch by the rule above; raise a `DataError` if it is not unique."""
-    return read_samples(batch)[1]
+    return mark_and_count(batch)[1]
 
 
-def read_samples(batch: Batch, num_samples: int | None = None) -> tuple[Batch, int]:
+def mark_and_count(batch: Batch, num_samples: int | None = None) -> tuple[Batch, int]:
     """Return a batch with its lists marked as samples or fields (`SampleList`, `FieldList`), and its sample count.
 
     Slices of a marked batch keep the same reading. Lists whose entries cannot be samples are not marked. If
@@ -168,7 +168,8 @@ def read_samples(batch: Batch, num_samples: int | None = None) -> tuple[Batch, i
     heights = set(map(len, _plain_fields(batch)))
     if len(heights) == 1 and (num_samples is None or num_samples in heights):
         return batch, heights.pop()
-    lengths = {path: length_of(leaf) for path, leaf in leaves_of(batch, "batch", cutting=True) if carries_samples(leaf)}
+    leaves = leaves_of(batch, "batch", keep_sliced=True)
+    lengths = {path: length_of(leaf) for path, leaf in leaves if carries_samples(leaf)}
     lists = dict(_unmarked_lists(batch, "batch"))
     numbers = set(lengths.values())
     if num_samples is None and len(numbers) == 1 and _is_short(batch):
@@ -195,11 +196,11 @@ def as_fields(batch: Batch) -> Batch:
 
 def slice_samples(batch: Batch, start: int, stop: int) -> Batch:
     """Return samples `start` to `stop` (exclusive) of a nested batch; tensors are views, not copies."""
-    return slice_read(_marked(batch), start, stop)
+    return slice_marked(_marked(batch), start, stop)
 
 
-def slice_read(batch: Batch, start: int, stop: int) -> Batch:
-    """Return samples `start` to `stop` (exclusive) of a batch whose lists `read_samples` has marked."""
+def slice_marked(batch: Batch, start: int, stop: int) -> Batch:
+    """Return samples `start` to `stop` (exclusive) of a batch whose lists `mark_and_count` has marked."""
     if fields := _plain_fields(batch):
         rows = [field[start:stop] for field in fields]
         return dict(zip(batch, rows, strict=True)) if type(batch) is dict else type(batch)(rows)
@@ -215,7 +216,7 @@ def slice_read(batch: Batch, start: int, stop: int) -> Batch:
             return SampleList(leaf[start:stop])
         return leaf[start:stop] if carries_samples(leaf) else leaf
 
-    return map_tree(batch, piece, cutting=True)
+    return map_tree(batch, piece, keep_sliced=True)
 
 
 def _rows_of_other_layouts(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -295,7 +296,7 @@ def resize_samples(batch: Batch, num_samples: int, resize: Callable[[torch.Tenso
         numbers = [number % len(leaf) for number in range(num_samples)]
         return type(leaf)(leaf[number] for number in numbers) if isinstance(leaf, (list, tuple)) else leaf[numbers]
 
-    return map_tree(_marked(batch), resized, cutting=True)
+    return map_tree(_marked(batch), resized, keep_sliced=True)
 
 
 def map_tensors(batch: Batch, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -319,7 +320,7 @@ def merge_trees(trees: Sequence[Batch], merge: Callable[[str, Sequence[Any]], An
 
     `merge` is called depth first; paths begin with `name`.
     """
-    rows = [list(leaves_of(tree, name, cutting=True)) for tree in trees]
+    rows = [list(leaves_of(tree, name, keep_sliced=True)) for tree in trees]
     if len({tuple(path for path, _ in row) for row in rows}) > 1:
         shown = [", ".join(path or "one value" for path, _ in row) or "nothing" for row in rows]
         message = (
@@ -328,7 +329,7 @@ def merge_trees(trees: Sequence[Batch], merge: Callable[[str, Sequence[Any]], An
         )
         raise DataError(message)
     merged = iter([merge(row[0][0], [leaf for _, leaf in row]) for row in zip(*rows, strict=True)])
-    return map_tree(trees[0], lambda _: next(merged), cutting=True)
+    return map_tree(trees[0], lambda _: next(merged), keep_sliced=True)
 
 
 def flatten_batch(batch: Batch) -> tuple[list[torch.Tensor], Callable[[Iterable[torch.Tensor]], Batch]]:
@@ -368,15 +369,15 @@ def moved_to(batch: Batch, device: torch.device, *, non_blocking: bool = False) 
 
 
 def _marked(batch: Batch) -> Batch:
-    """Return a batch with its lists marked, as `read_samples` does."""
-    return read_samples(batch)[0] if any(True for _ in _unmarked_lists(batch, "")) else batch
+    """Return a batch with its lists marked, as `mark_and_count` does."""
+    return mark_and_count(batch)[0] if any(True for _ in _unmarked_lists(batch, "")) else batch
 
 
 def _with_marks(node: Batch, entries: frozenset[int], *, is_top: bool = True) -> Batch:
     """Return a batch with marked lists: as samples if the `id` of the list is in `entries`, otherwise as fields."""
     if id(node) in entries:
         return SampleList(node)
-    if is_cut_whole(node):
+    if is_sliced_as_one(node):
         return node
     marked = with_children(node, lambda child: _with_marks(child, entries, is_top=False))
     if not _may_be_samples(node, is_top=is_top) or (is_top and _is_short(node)):
@@ -386,7 +387,7 @@ def _with_marks(node: Batch, entries: frozenset[int], *, is_top: bool = True) ->
 
 def _unmarked_lists(node: Batch, path: str, *, is_top: bool = True) -> Iterator[tuple[str, Sequence[Any]]]:
     """Yield path and value of each unmarked list or tuple whose entries may be samples."""
-    if not is_container(node) or is_cut_whole(node):
+    if not is_container(node) or is_sliced_as_one(node):
         return
     if _may_be_samples(node, is_top=is_top):
         yield path, node
@@ -425,7 +426,7 @@ def _entries(node: Batch, number: int, *, is_top: bool = True) -> frozenset[int]
 
     Return None if not all leaves have this length, so that the batch cannot have `number` samples.
     """
-    if not is_container(node) or is_cut_whole(node):
+    if not is_container(node) or is_sliced_as_one(node):
         return frozenset() if not carries_samples(node) or length_of(node) == number else None
     inner: frozenset[int] | None = frozenset()
     for _, child in children_of(node):
@@ -435,7 +436,7 @@ def _entries(node: Batch, number: int, *, is_top: bool = True) -> frozenset[int]
             break
     if not _may_be_samples(node, is_top=is_top):
         return inner
-    holds_samples = any(carries_samples(leaf) for _, leaf in leaves_of(node, "", cutting=True))
+    holds_samples = any(carries_samples(leaf) for _, leaf in leaves_of(node, "", keep_sliced=True))
     if not holds_samples and isinstance(node, tuple):  # such as sizes of images
         return inner
     if len(node) != number:

@@ -10,7 +10,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 
 from anybatch.core.batch import Positions, select
 from anybatch.core.randomness import sample_seed
-from anybatch.core.tree import Batch, SampleList, as_fields, map_tensors, read_samples
+from anybatch.core.tree import Batch, SampleList, as_fields, map_tensors, mark_and_count
 from anybatch.data.collate import Collate, Packed, Padded, PaddedOrPacked
 from anybatch.data.random_state import preserved_random_state, seed_generators
 from anybatch.errors import DataError
@@ -46,7 +46,7 @@ class OverEffectiveBatch:
 
 
 def checked_rows(batch: Batch, num_samples: int, collate: Collate) -> Batch:
-    """Return a collated batch with its lists marked (`read_samples`); refuse it if it has not one row per sample."""
+    """Return a collated batch with its lists marked (`mark_and_count`); refuse it if it has not one row per sample."""
     # torch's default returns one row per sample
     if collate is default_collate:
         return as_fields(batch)
@@ -55,7 +55,7 @@ def checked_rows(batch: Batch, num_samples: int, collate: Collate) -> Batch:
     if isinstance(collate, (AnyRows, Packed, PaddedOrPacked)):
         return batch
     try:
-        batch, rows = read_samples(batch, num_samples)
+        batch, rows = mark_and_count(batch, num_samples)
     except DataError:  # the rows cannot be counted, which is allowed for micro-batches, since they are not split
         if isinstance(collate, OverEffectiveBatch):
             raise

@@ -98,8 +98,8 @@ class ComparisonReport:
 
     def __str__(self) -> str:
         """Return the tables, the ways that were not measured, and the conclusions."""
-        cut = f"effective batch {self.effective_batch_size}, micro-batches of {self.micro_batch_size} where accumulated"
-        lines = [self.title, f"{self.device}; {cut}", ""]
+        sizes = f"effective batch {self.effective_batch_size}, micro-batches of {self.micro_batch_size} if accumulated"
+        lines = [self.title, f"{self.device}; {sizes}", ""]
         lines += [*columns(self._work()), "", *columns(self._costs())]
         on_device = any(one.reserved_bytes is not None for one in self.results)
         lines += ["", counting_text("allocated" if on_device else "in tensors")]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from anybatch.core.batch import EffectiveBatch, Placement
 from anybatch.core.loss import declared
-from anybatch.core.splitting import Cut
+from anybatch.core.splitting import SplitOptions
 from anybatch.core.tensors import Gradients, relative_error
 from anybatch.diagnostics.compared_ways import Way
 from anybatch.diagnostics.gradient_runs import copied_runs
@@ -140,7 +140,7 @@ class _WayMeasurement:
         modules = collect_modules(train.model, declared(train.loss))
         self._gradient_bytes = sum(p.numel() * p.itemsize for p in trainable(modules).values())
         if self._world.rank == 0:
-            batch = next(Placement(Cut(), 1, 0).micro_batches(self._batches[0]))
+            batch = next(Placement(SplitOptions(), 1, 0).micro_batches(self._batches[0]))
             runs = copied_runs(train.model, declared(train.loss), batch, None, seed=0, norms=train.norms)
             found = runs.forward_traits().random_modules
             runs.in_evaluation = {module for name, module in runs.modules.named_modules() if name in found}

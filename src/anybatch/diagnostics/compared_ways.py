@@ -6,7 +6,7 @@ from typing import Literal
 from anybatch.core.geometry import ceil_div
 from anybatch.errors import BatchSizeError
 
-Cut = Literal["small", "whole", "micro-batches"]
+BatchKind = Literal["small", "whole", "micro-batches"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Way:
     unmeasured: str = ""  # why it is not measured
 
 
-_WAYS: tuple[tuple[str, str | None, bool, Cut, int], ...] = (
+_WAYS: tuple[tuple[str, str | None, bool, BatchKind, int], ...] = (
     ("small batch", "single", False, "small", 0),
     ("native", "single", False, "whole", 0),
     ("accumulated", "single", False, "micro-batches", 2),
@@ -36,7 +36,7 @@ _WAYS: tuple[tuple[str, str | None, bool, Cut, int], ...] = (
     ("ZeRO-1 accumulated", "zero1", True, "micro-batches", 7),
     ("FSDP accumulated", "fsdp", True, "micro-batches", 12),
 )
-"""Name, strategy, whether it uses all devices, how the batch is cut, and the lines by hand."""
+"""Name, strategy, whether it uses all devices, which batch it uses, and the lines by hand."""
 _LINES_WITH_ANYBATCH = 3
 
 
@@ -58,14 +58,14 @@ def ways_of(*, effective_batch_size: int, micro_batch_size: int, num_devices: in
             message, code="too_few_samples", effective_batch_size=effective_batch_size, world_size=num_devices
         )
     ways = []
-    for name, strategy, uses_all, cut, lines in _WAYS:
+    for name, strategy, uses_all, kind, lines in _WAYS:
         num_ranks = num_devices if uses_all and strategy != "data_parallel" else 1
-        num_samples = micro_batch_size if cut == "small" else effective_batch_size
+        num_samples = micro_batch_size if kind == "small" else effective_batch_size
         share = ceil_div(num_samples, num_ranks)
         unmeasured = ""
         if uses_all and num_devices == 1:
             unmeasured = "it needs several devices, and one is used"
-        elif cut == "micro-batches" and micro_batch_size >= share:
+        elif kind == "micro-batches" and micro_batch_size >= share:
             unmeasured = f"a share of {share} samples is one micro-batch, so nothing is accumulated"
         ways.append(
             Way(
@@ -74,7 +74,7 @@ def ways_of(*, effective_batch_size: int, micro_batch_size: int, num_devices: in
                 num_devices=num_devices if uses_all else 1,
                 num_ranks=num_ranks,
                 num_samples=num_samples,
-                micro_batch_size=min(share, micro_batch_size if cut == "micro-batches" else share),
+                micro_batch_size=min(share, micro_batch_size if kind == "micro-batches" else share),
                 lines_by_hand=lines,
                 lines_with_anybatch=_LINES_WITH_ANYBATCH if lines else 0,
                 unmeasured=unmeasured,

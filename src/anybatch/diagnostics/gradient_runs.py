@@ -19,7 +19,7 @@ from anybatch.core.loss import Loss, factors_of, returned_count, scaled, unit_co
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tensors import Gradients, relative_error
 from anybatch.core.torch_internals import refused_in_backward
-from anybatch.core.tree import Batch, copied, count_samples, map_tensors, read_samples, tensors_of
+from anybatch.core.tree import Batch, copied, count_samples, map_tensors, mark_and_count, tensors_of
 from anybatch.data.random_state import host_random_digest, seed_generators
 from anybatch.engine.engine import Engine
 from anybatch.engine.loss_check.comparison import SampleSource, Verdict, judge
@@ -230,7 +230,7 @@ class GradientRuns:
             call=lambda function, batch: function(self.model, batch),
             leaves=lambda: parameters,
         )
-        batch, number = read_samples(self.batch)
+        batch, number = mark_and_count(self.batch)
         source = SampleSource(range(number), functools.partial(select_each, batch), number)
         with self._restored(self.seed) as generators:
             runs = LossRuns(parts, generators)

@@ -126,8 +126,8 @@ class MemoryReport:
     @property
     def _steps_text(self) -> str:
         steps = "one step" if self.num_steps == 1 else f"{self.num_steps:,} steps"
-        cut = f"{self.num_micro_batches:,} micro-batch{'es' * (self.num_micro_batches != 1)} on this rank"
-        return f"{steps} of {self.num_samples:,} samples, {cut}, {self.device}"
+        split = f"{self.num_micro_batches:,} micro-batch{'es' * (self.num_micro_batches != 1)} on this rank"
+        return f"{steps} of {self.num_samples:,} samples, {split}, {self.device}"
 
     @property
     def _peak_text(self) -> str:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from anybatch.core.batch import EffectiveBatch, Placement
 from anybatch.core.geometry import ceil_div, checked_int
-from anybatch.core.splitting import Cut
+from anybatch.core.splitting import SplitOptions
 from anybatch.diagnostics.repeated_steps import CachedBatch, spec_for_repeated_steps, without_reduction
 from anybatch.diagnostics.step_times import PhaseClock, RankSeconds, time_after_work
 from anybatch.engine.arguments import Hardware, TrainSpec
@@ -200,7 +200,8 @@ class RankMeasurement:
 
     @property
     def _placement(self) -> Placement:
-        return Placement(Cut(micro_batch_size=self._settings.micro_batch_size), self._world.size, self._world.rank)
+        split = SplitOptions(micro_batch_size=self._settings.micro_batch_size)
+        return Placement(split, self._world.size, self._world.rank)
 
     def _kinds(self, cuts: Sequence[BucketCut], largest_unit: int) -> dict[str, RunSettings]:
         """Return the kinds of step to interleave, with their settings."""
@@ -292,7 +293,7 @@ class RankMeasurement:
         self._tell("trying sizes of micro-batches")
         clock = PhaseClock(self._world.device, waits=False)
         with self._engine(self._settings, clock, CURRENT) as engine:
-            size = engine.step(self._batches[0]).plan.cut.micro_batch_size
+            size = engine.step(self._batches[0]).plan.split.micro_batch_size
         return size or len(self._batches[0].sample_ids)
 
     def _tell(self, words: str) -> None:

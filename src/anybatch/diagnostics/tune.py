@@ -10,7 +10,7 @@ import torch
 
 from anybatch.core.batch import EffectiveBatch, Placement
 from anybatch.core.geometry import NEAR_BEST, ceil_div, smallest_of_the_fastest
-from anybatch.core.splitting import Cut
+from anybatch.core.splitting import SplitOptions
 from anybatch.core.units import columns, in_bytes
 from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch, spec_for_repeated_steps
 from anybatch.diagnostics.step_times import time_after_work
@@ -265,7 +265,7 @@ class _StepTimer:
     def _timed(self, engine: Engine, batch: EffectiveBatch, size: int, max_steps: int) -> list[float]:
         """Return the seconds of up to `max_steps` steps, in total about 0.2 s; an empty list if memory ran out."""
         cached, times = CachedBatch(batch), list[float]()
-        list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(cached))
+        list(Placement(SplitOptions(micro_batch_size=size), 1, 0).micro_batches(cached))
         # One step of a small model is too short for a reliable time.
         while not times or (len(times) < max_steps and sum(times) < _MAX_TIMED_SECONDS):
             begun = time_after_work(self._device, self._clock)
@@ -291,7 +291,7 @@ def _peak_bytes(
     """Return the peak memory of tensors in a step, in bytes; the optimizer state is allocated before the step."""
     cached = CachedBatch(_two_micro_batches(batch, size))
     # Loaded before the ledger is entered, so that loading is not counted.
-    list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(cached))
+    list(Placement(SplitOptions(micro_batch_size=size), 1, 0).micro_batches(cached))
     with MemoryLedger() as ledger:
         for module in modules:
             ledger.categorize("weights", module.parameters())

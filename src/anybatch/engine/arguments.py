@@ -17,7 +17,7 @@ from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.records import Observer
 from anybatch.core.spikes import SpikeAction, SpikeWatch, spike_watch
-from anybatch.core.splitting import CutConstraints, Deal
+from anybatch.core.splitting import Deal, SplitConstraints
 from anybatch.core.tensors import is_low_precision
 from anybatch.core.torch_internals import BatchNormBase, DropoutBase, is_compiled
 from anybatch.engine.accumulate import KeyedRandomness, Randomness, Rng
@@ -136,7 +136,7 @@ class CheckedArguments:
     autocast: Callable[..., AbstractContextManager[object]]
     randomness: Randomness
     norm_policy: Policy
-    norm_constraints: CutConstraints
+    norm_constraints: SplitConstraints
     buffer_updates: BufferUpdates
     sizes: RunSizes
     features: Features

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from anybatch.core.compatibility import Feature, refusal
 from anybatch.core.loss import without_graph
-from anybatch.core.splitting import CutConstraints, Unit, group_sizes
+from anybatch.core.splitting import SplitConstraints, Unit, group_sizes
 from anybatch.core.torch_internals import active_dispatch_modes, is_in_checkpoint
 from anybatch.core.tree import Batch
 from anybatch.engine.accumulate import LoopContext, MicroBatch, Sums, accumulate, forward_of
@@ -186,7 +186,7 @@ class BatchNormRunner:
         self,
         policy: Policy,
         modules: nn.Module,
-        constraints: CutConstraints,
+        constraints: SplitConstraints,
         ranks: Ranks,
         *,
         autocast: Callable[[], AbstractContextManager[object]],
@@ -362,7 +362,7 @@ def policy_for(norms: "Policy | PolicyName | None", modules: nn.Module, world_si
 
 
 def refuse_policy(
-    policy: Policy, modules: nn.Module, constraints: CutConstraints, needs: Capabilities, *, searches: bool
+    policy: Policy, modules: nn.Module, constraints: SplitConstraints, needs: Capabilities, *, searches: bool
 ) -> None:
     """Raise a `CompositionError` if the policy does not work with this strategy or these layers."""
     if constraints.every_unit and searches:

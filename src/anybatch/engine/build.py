@@ -399,7 +399,7 @@ def _send_header(
             first_step=step,
             geometry=str(planned.plan),
             effective_batch_size=planned.plan.num_samples,
-            micro_batch_size=planned.plan.cut.micro_batch_size,
+            micro_batch_size=planned.plan.split.micro_batch_size,
             strategy=context.strategy.capabilities.name,
             precision=precision,
             device=str(world.device),

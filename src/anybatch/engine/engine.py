@@ -43,8 +43,8 @@ from anybatch.parallel.world import World
 class Engine:
     """Trains a model with a given effective batch size, with the exact gradient, on any hardware.
 
-    One `step` is one optimizer update from one effective batch. The batch is cut into micro-batches that fit, which are
-    distributed over the ranks; gradients are summed, divided by the count of the whole batch, and clipped once.
+    One `step` is one optimizer update from one effective batch. The batch is split into micro-batches that fit, and the
+    ranks share them; gradients are summed, divided by the number of items (samples or tokens), and clipped once.
 
     ```python
     engine = ab.Engine(model, optimizer, ab.mean_over_samples(loss), micro_batch_size=16)
@@ -75,7 +75,7 @@ class Engine:
         noise: measure the gradient's noise scale, an estimate of the critical batch size; see docs/gradient_noise.md.
         average_decay: keep an exponential moving average of the weights, such as 0.999; see `evaluate(averaged=True)`.
         norms: policy for BatchNorm in train mode: "keep", "sync", "freeze", "exact", or one of `anybatch.norms`; see
-            docs/batch_norm.md. None: "keep", with a warning if the gradient depends on the cut.
+            docs/batch_norm.md. None: "keep", with a warning if the gradient depends on the split.
         buffers: by name or pattern, how to combine buffers that a forward updates and reads (such as a queue): "mean"
             over samples, "first", a function, "keep". See docs/forward_state.md.
         rng: "micro_batch" seeds random numbers by (seed, step, first sample of the micro-batch); "per_sample" seeds

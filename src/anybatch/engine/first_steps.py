@@ -58,7 +58,7 @@ class FirstSteps:
         if not self._has_begun:
             self._refuse_other_rows(batch)
             # All batch sizes of a ramp (a size that grows during the run), because a later one would end the run.
-            self.sizes.refuse_uncuttable(getattr(batch, "sizes", ()))
+            self.sizes.check_splittable(getattr(batch, "sizes", ()))
             self._has_begun = True
             if self.notifier.observers:
                 self.start(planned, step)
@@ -72,23 +72,23 @@ class FirstSteps:
     def finish_step(self, plan: BatchPlan) -> None:
         """Send the warnings that are due after a step with this plan."""
         self.check.warn_if_undecided()
-        self._warn_of_cut(plan)
+        self._warn_of_split(plan)
 
-    def is_done(self, step: int, *, is_cut: bool) -> bool:
-        """Whether the first steps are over. `is_cut`: whether this step had several micro-batches."""
+    def is_done(self, step: int, *, is_split: bool) -> bool:
+        """Whether the first steps are over. `is_split`: whether this step had several micro-batches."""
         return (
             not self.sizes.searches
             and self.check.is_over(step)
             and not self.watch.draw_checks_left
-            and not (is_cut and self.waits_for_cut)
+            and not (is_split and self.waits_for_split)
         )
 
     @property
-    def waits_for_cut(self) -> bool:
+    def waits_for_split(self) -> bool:
         """Whether the first step with several micro-batches has not come yet, and must be watched."""
         return self.watch.is_looking or bool(self.unchosen_norms)
 
-    def _warn_of_cut(self, plan: BatchPlan) -> None:
+    def _warn_of_split(self, plan: BatchPlan) -> None:
         """Warn once, in the first step with several micro-batches, that BatchNorm uses the statistics of each."""
         training = [name for name, layer in self.unchosen_norms.items() if layer.training]
         num_micro_batches = len(plan.units)

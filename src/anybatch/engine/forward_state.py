@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core.loss import Loss
-from anybatch.core.splitting import BatchPlan, CutConstraints
+from anybatch.core.splitting import BatchPlan, SplitConstraints
 from anybatch.core.torch_internals import BatchNormBase, InstanceNormBase, num_changes
 from anybatch.data.random_state import host_random_digest
 from anybatch.engine.accumulate import MicroBatch
@@ -75,7 +75,7 @@ class BufferUpdates:
         self._pools = self._matching(chosen, modules)
         self._num_counted = 0
 
-    def refuse_with(self, loss: Loss, constraints: CutConstraints, needs: Capabilities) -> None:
+    def refuse_with(self, loss: Loss, constraints: SplitConstraints, needs: Capabilities) -> None:
         """Raise a `CompositionError` if a micro-batch runs twice, in parts, or interleaved with other micro-batches."""
         if self._pools and (loss.kind.encode is not None or constraints.every_unit):
             what = "ab.joint" if loss.kind.encode else "norms='exact'"

@@ -56,7 +56,7 @@ def refuse_noise(noise: object, loss: Loss, features: Mapping[Feature, str]) -> 
         reason = "the gradient of a sum grows with the batch size. Declare a mean"
     elif Feature.TOKEN_BUDGET in features:
         reason = (
-            "micro-batches that are cut by length group similar samples, so they are not random parts of the batch. "
+            "micro-batches that are split by length group similar samples, so they are not random parts of the batch. "
             "Use a number of samples, such as micro_batch_size=16"
         )
     if reason:

@@ -13,8 +13,8 @@ from anybatch.core.batch import LaterUnits, Placement, Position, Positions, sele
 from anybatch.core.compatibility import Feature, refuse_compositions
 from anybatch.core.loss import Loss, TermFactors, factors_of, unit_counts
 from anybatch.core.randomness import BatchKey, joint_seed, micro_batch_seed
-from anybatch.core.splitting import BatchPlan, CutConstraints, Unit, plan_shares
-from anybatch.core.tree import Batch, copied, moved_to, read_samples, slice_read, tensors_of
+from anybatch.core.splitting import BatchPlan, SplitConstraints, Unit, plan_shares
+from anybatch.core.tree import Batch, copied, mark_and_count, moved_to, slice_marked, tensors_of
 from anybatch.engine.accumulate import MicroBatch
 from anybatch.errors import BatchSizeError, DataError, LossError, RankFailedError
 from anybatch.parallel.strategy import Turn
@@ -40,7 +40,7 @@ class PlannedBatch(NamedTuple):
     Attributes:
         plan: the units (numbered micro-batches) of each rank.
         units: this rank's units.
-        sample_ids: global ids of all samples, in the order in which they are cut into units.
+        sample_ids: global ids of all samples, in the order in which they are split into units.
         seed: seed of the data; with the step and sample, it determines all random numbers.
         end: position in the data after this batch.
         micro_batches: the data of each unit of this rank, on the host, loaded on demand.
@@ -117,7 +117,7 @@ class _RunningUnit:
 class BatchCounter:
     """Counts the terms of the loss in effective batches, and prepares their micro-batches."""
 
-    def __init__(self, loss: Loss, world: World, constraints: CutConstraints, sums: Any) -> None:  # noqa: ANN401 (`UncountedSums`)
+    def __init__(self, loss: Loss, world: World, constraints: SplitConstraints, sums: Any) -> None:  # noqa: ANN401 (`UncountedSums`)
         self._loss = loss
         self._world = world
         self._constraints = constraints
@@ -332,18 +332,18 @@ def _plan_share(share: RankShare, placement: Placement, world: World, start: Pos
 
     def read() -> int:
         nonlocal batch
-        batch, number = (None, 0) if share.batch is None else read_samples(share.batch)
+        batch, number = (None, 0) if share.batch is None else mark_and_count(share.batch)
         return number
 
     sizes = _sizes_on_ranks(read, world, start)
     if not sum(sizes):
         message = "the effective batch is empty: no rank has a sample. End the loop before, as ab.shares does."
         raise BatchSizeError(message, effective_batch_size=0, world_size=world.size)
-    if placement.cut.lockstep:
+    if placement.split.lockstep:
         _refuse_idle_rank(sizes, "no sample")
     if placement.budget is not None:
         refuse_compositions({Feature.TOKEN_BUDGET: "", Feature.RANK_SHARES: ""})
-    plan = plan_shares(tuple(sizes), placement.cut)
+    plan = plan_shares(tuple(sizes), placement.split)
     first = sum(sizes[: placement.rank])
     units = plan.shares[placement.rank]
     return PlannedBatch(
@@ -353,7 +353,7 @@ def _plan_share(share: RankShare, placement: Placement, world: World, start: Pos
         seed=0,  # replaced by the planner, since loaders other than ab.batches have no seed
         # The ends of such a loader's epochs are unknown, so its samples are counted from the beginning of the run.
         end=Position(start.epoch, start.sample_offset + sum(sizes)),
-        micro_batches=iter([slice_read(batch, unit.start - first, unit.stop - first) for unit in units]),
+        micro_batches=iter([slice_marked(batch, unit.start - first, unit.stop - first) for unit in units]),
         pick=functools.partial(select_each, batch, first=first),
         picks_any=False,
     )

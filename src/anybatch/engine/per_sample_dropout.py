@@ -86,7 +86,7 @@ class _Draws(TorchFunctionMode):
         self._device_states = [generator.get_state() for generator in self.generators[1:]]
 
     def end(self) -> None:
-        """Refuse random numbers that depend on how the batch is cut."""
+        """Refuse random numbers that depend on how the batch is split."""
         if self._has_drawn():
             _refuse(
                 "random numbers were drawn outside dropout",

@@ -10,7 +10,7 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from anybatch.core.geometry import checked_int, refuse_unless
 from anybatch.core.splitting import even_parts
-from anybatch.core.tree import copied, join_samples, read_samples, slice_samples
+from anybatch.core.tree import copied, join_samples, mark_and_count, slice_samples
 from anybatch.engine.micro_batches import RankShare
 from anybatch.engine.parts import failures_reported
 from anybatch.errors import AnyBatchWarning, BatchSizeError, DataError
@@ -27,7 +27,7 @@ def shares(
 
     Args:
         loader: yields batches of any size, as tensors or dicts, lists or tuples of tensors; they are this rank's share.
-        effective_batch_size: samples per step over all ranks. Batches of the loader are joined or cut to this size;
+        effective_batch_size: samples per step over all ranks. Batches of the loader are joined or split to this size;
             only the last step may be smaller. The numbers of samples of the ranks differ by at most one until a loader
             ends; then the other ranks contribute more. None: one batch from each rank is one step.
         world: the ranks; None: from the environment.
@@ -113,7 +113,7 @@ class _Samples:
             # Copy the last batch, because a loader may reuse its memory for the next batch.
             parts[-1:] = map(copied, parts[-1:])
             try:
-                batch, size = read_samples(next(self._batches))
+                batch, size = mark_and_count(next(self._batches))
             except StopIteration:
                 self.is_over = True
                 break

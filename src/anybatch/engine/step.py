@@ -245,7 +245,7 @@ class StepRunner:
     fingerprint: StepFingerprint | None
     noise: "NoiseMeter | None"
     is_running: bool = field(default=False, init=False)
-    _waits_for_cut: bool = field(default=False, init=False)
+    _waits_for_split: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         # None after the first steps, whose additional work later steps skip.
@@ -258,12 +258,12 @@ class StepRunner:
         self._first = self.first_steps
 
     def run(self, batch: Any, step: int, progress: DataProgress) -> SummedBatch:  # noqa: ANN401 (any nested batch)
-        """Return the gradient of an effective batch, cut into micro-batches that fit on every rank.
+        """Return the gradient of an effective batch, split into micro-batches that fit on every rank.
 
         Raises:
             DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
             ParameterError: the set of trainable parameters has changed.
-            MemoryExhaustedError: no cut fits, or the ranks cannot repeat this step.
+            MemoryExhaustedError: no split fits, or the ranks cannot repeat this step.
             RankFailedError: another rank failed first.
             RanksDifferError: ranks run different steps.
             ReplicaError: weights differ between ranks.
@@ -297,15 +297,15 @@ class StepRunner:
                 release_frames(error)
                 raise self.retry.too_large_to_plan(error, step) from None
             plan = counted.planned.plan
-            is_cut = len(plan.shares) > 1 or len(plan.shares[0]) > 1
-            if self._waits_for_cut and is_cut and first is None:
+            is_split = len(plan.shares) > 1 or len(plan.shares[0]) > 1
+            if self._waits_for_split and is_split and first is None:
                 first = self._first = self.first_steps
             outcome = self._attempt(counted, step, too_large, first)
             if isinstance(outcome, SummedBatch):
                 if self.buffers is not None:
                     self.buffers.pool()
                 if first is not None:
-                    self._finish_first(first, plan, step, is_cut=is_cut)
+                    self._finish_first(first, plan, step, is_split=is_split)
                 return outcome
             del counted  # frees the samples that it has loaded
             too_large += (self.retry.retry_smaller_or_raise(outcome, plan, step, too_large),)
@@ -313,11 +313,11 @@ class StepRunner:
             if inputs is not None:
                 inputs.refuse_changed(step, self.world)
 
-    def _finish_first(self, first: FirstSteps, plan: BatchPlan, step: int, *, is_cut: bool) -> None:
+    def _finish_first(self, first: FirstSteps, plan: BatchPlan, step: int, *, is_split: bool) -> None:
         """Finish one of the first steps, and drop `FirstSteps` after the last one."""
         first.finish_step(plan)
-        if first.is_done(step, is_cut=is_cut):
-            self._first, self._waits_for_cut = None, first.waits_for_cut
+        if first.is_done(step, is_split=is_split):
+            self._first, self._waits_for_split = None, first.waits_for_split
 
     def _attempt(
         self, counted: CountedBatch, step: int, too_large: tuple[int, ...], first: FirstSteps | None

@@ -9,7 +9,7 @@ from torch import nn
 
 from anybatch.core.loss import Loss, TermFactors, without_graph
 from anybatch.core.loss_kinds import LossFunction
-from anybatch.core.splitting import BatchPlan, Cut, plan_batch
+from anybatch.core.splitting import BatchPlan, SplitOptions, plan_batch
 from anybatch.core.torch_internals import kept_buffers
 from anybatch.core.tree import Batch, copied, flatten_batch
 from anybatch.data.random_state import HostDraws
@@ -140,7 +140,7 @@ def run_trial(
         rows = torch.arange(num_samples) % len(columns[0])
         return [column[rows.to(column.device)] for column in columns], outputs.differentiable
 
-    plan = plan_batch(num_samples, 1, Cut())
+    plan = plan_batch(num_samples, 1, SplitOptions())
     exchange = OutputExchange(gather=gather, plan=plan, reports_loss=True, seed=0)
     replay = [copied(batch) for _, batch in micro_batches]
     accumulate_in_two_passes(context, modules, micro_batches, replay, exchange)

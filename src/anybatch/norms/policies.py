@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from anybatch.core.compatibility import Feature
-from anybatch.core.splitting import CutConstraints
+from anybatch.core.splitting import SplitConstraints
 from anybatch.errors import UserError
 
 PolicyName = Literal["keep", "sync", "freeze", "exact"]
@@ -130,26 +130,28 @@ class Exact:
 Policy = Keep | Sync | Freeze | Ghost | Exact
 
 
-def constraints_of(policy: Policy, *, has_layers: bool, world_size: int) -> CutConstraints:
+def constraints_of(policy: Policy, *, has_layers: bool, world_size: int) -> SplitConstraints:
     """Return the constraints of a policy on micro-batches, for a model with or without BatchNorm layers."""
     over_ranks = has_layers and world_size > 1
-    largest_fitting = _OF_MICRO_BATCH if has_layers else ""
+    why_largest = _OF_MICRO_BATCH if has_layers else ""
     match policy:
         case Keep():
-            return CutConstraints(min_samples=2 if has_layers else 1, largest_fitting=largest_fitting)
+            return SplitConstraints(min_samples=2 if has_layers else 1, why_largest=why_largest)
         case Sync():
-            return CutConstraints(
-                lockstep=over_ranks, fills_up=over_ranks, joins_ranks=over_ranks, largest_fitting=largest_fitting
+            return SplitConstraints(
+                lockstep=over_ranks, allows_empty_ranks=over_ranks, syncs_in_forward=over_ranks, why_largest=why_largest
             )
         case Freeze():
-            return CutConstraints()
+            return SplitConstraints()
         case Ghost():
-            return CutConstraints(group=policy.group_size)
+            return SplitConstraints(group=policy.group_size)
         case Exact(method="checkpoint"):
-            return CutConstraints(lockstep=over_ranks, fills_up=over_ranks, joins_ranks=over_ranks, whole=True)
+            return SplitConstraints(
+                lockstep=over_ranks, allows_empty_ranks=over_ranks, syncs_in_forward=over_ranks, whole=True
+            )
         case Exact():
             # A rank without samples runs fillers, so that it takes part in the collectives of every layer.
-            return CutConstraints(fills_up=over_ranks, joins_ranks=over_ranks, every_unit=has_layers)
+            return SplitConstraints(allows_empty_ranks=over_ranks, syncs_in_forward=over_ranks, every_unit=has_layers)
 
 
 def policy_of(norms: "Policy | PolicyName | None") -> Policy:

@@ -214,7 +214,7 @@ def _can_split(arguments: Arguments, num_samples: int) -> bool:
     False for fewer than three samples, because outputs per sample could not be recognised. Also false if one of several
     tensors has a later axis as long as the number of samples, such as a (T, T) mask for T samples.
     """
-    leaves = [leaf for _, leaf in leaves_of(arguments, "", cutting=True)]
+    leaves = [leaf for _, leaf in leaves_of(arguments, "", keep_sliced=True)]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
     if num_samples < _MIN_SAMPLES or (len(tensors) > 1 and any(num_samples in tensor.shape[1:] for tensor in tensors)):
         return False
@@ -235,7 +235,7 @@ def _part(arguments: Arguments, num_samples: int, start: int, stop: int) -> Argu
     def piece(leaf: Any) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
         return slice_samples(leaf, start, stop) if _has_rows(leaf, num_samples) else leaf
 
-    part: Arguments = map_tree(arguments, piece, cutting=True)
+    part: Arguments = map_tree(arguments, piece, keep_sliced=True)
     return part
 
 

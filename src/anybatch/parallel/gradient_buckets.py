@@ -1,4 +1,4 @@
-"""Flat buffers in which gradients accumulate, cut into buckets that can be reduced one by one."""
+"""Flat buffers in which gradients accumulate, divided into buckets that can be reduced one by one."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence

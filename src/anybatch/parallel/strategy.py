@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from anybatch.core.compatibility import Feature
 from anybatch.core.loss_kinds import LossFunction
-from anybatch.core.splitting import CutConstraints
+from anybatch.core.splitting import SplitConstraints
 from anybatch.core.torch_internals import dense_values
 from anybatch.core.tree import Batch
 from anybatch.errors import UserError
@@ -76,9 +76,9 @@ class Capabilities:
     splits_micro_batches: bool = False
 
     @property
-    def constraints(self) -> CutConstraints:
+    def constraints(self) -> SplitConstraints:
         """The strategy's requirements for splitting an effective batch into micro-batches."""
-        return CutConstraints(lockstep=self.lockstep, fills_up=self.lockstep)
+        return SplitConstraints(lockstep=self.lockstep, allows_empty_ranks=self.lockstep)
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> Float[Tensor, ""]:

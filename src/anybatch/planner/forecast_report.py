@@ -149,7 +149,7 @@ class Cluster:
 
 USEFUL_GAIN = 1.5
 """Twice the ranks are useful if they give at least this factor in samples per second, half of the ideal gain."""
-_HEAD = ("ranks", "samples", "cut", "step", "samples/s", "efficiency", "slowest", "network", "control")
+_HEAD = ("ranks", "samples", "split", "step", "samples/s", "efficiency", "slowest", "network", "control")
 _PARTS = (
     ("computing", "compute_seconds", 0),
     ("update", "update_seconds", 4),

@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from anybatch.core.splitting import BatchPlan, Cut, plan_batch
+from anybatch.core.splitting import BatchPlan, SplitOptions, plan_batch
 from anybatch.core.units import columns, in_bytes, per_second, three_digits
 from anybatch.diagnostics.memory_pictures import MemoryPicture, draw_memory, memory_bars
 from anybatch.memory.device_memory import Counted, counting_text
@@ -254,7 +254,7 @@ def _answer(plan: Plan, answer: Answer) -> list[str]:
 
 
 def _sizes_of(fit: Fit, target: PlanTarget) -> list[str]:
-    batch = plan_batch(target.effective_batch_size, fit.world_size, Cut(micro_batch_size=fit.micro_batch_size))
+    batch = plan_batch(target.effective_batch_size, fit.world_size, SplitOptions(micro_batch_size=fit.micro_batch_size))
     lines = [
         f"micro-batches of {fit.micro_batch_size}: {batch}",
         f"{peak_text(fit, target.budget)}, of {in_bytes(target.budget.total_bytes)}",
@@ -409,7 +409,7 @@ def make_plan(
     baseline = fit_of(spec, envelopes, target)
     changes = propose(spec, envelopes, target, fits=baseline.fits) if proposals and not fit else []
     answer = find_combination(spec, target, precision_is_open=precision_is_open) if fit else None
-    cut = Cut(micro_batch_size=baseline.micro_batch_size)
+    split = SplitOptions(micro_batch_size=baseline.micro_batch_size)
     shown = ("strategy", "sharding", "reduction") if spec.world_size > 1 else ()
     return Plan(
         name=name,
@@ -418,7 +418,7 @@ def make_plan(
         optimizer=optimizer_name(ready.trained),
         precision=ready.trained.precision,
         target=target,
-        batch=plan_batch(effective_batch_size, spec.world_size, cut),
+        batch=plan_batch(effective_batch_size, spec.world_size, split),
         baseline=baseline,
         changes=tuple(best_first(changes)),
         asked=tuple(asked),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from anybatch.core.compatibility import PrecisionName
-from anybatch.core.splitting import Cut, plan_batch
+from anybatch.core.splitting import SplitOptions, plan_batch
 from anybatch.engine.arguments import TrainSpec
 from anybatch.planner.budget import budget_of
 from anybatch.planner.changes import changed, named_change
@@ -138,7 +138,9 @@ def planned(traced: Traced, request: PlanRequest) -> Plan:
         optimizer="AdamW",
         precision=variant.precision,
         target=target,
-        batch=plan_batch(request.effective_batch_size, request.world_size, Cut(micro_batch_size=fit.micro_batch_size)),
+        batch=plan_batch(
+            request.effective_batch_size, request.world_size, SplitOptions(micro_batch_size=fit.micro_batch_size)
+        ),
         baseline=fit,
         changes=(),
         notes=envelopes.notes,

@@ -145,8 +145,8 @@ class _Judge:
         """Find calls of `optimizer.step()` in the wrong places."""
         steps, expected, every = self.steps, self.accumulation_steps, self.micro_batches
         largest = min(MICRO_BATCH_SIZE, len(self.loop.ids))
-        is_cut = max(len(each.ids) for each in every) < largest and all(max(step.ids.values()) == 1 for step in steps)
-        if is_cut or not self.loop.has_accumulation_steps:  # then no number of micro-batches is expected
+        is_split = max(len(each.ids) for each in every) < largest and all(max(step.ids.values()) == 1 for step in steps)
+        if is_split or not self.loop.has_accumulation_steps:  # then no number of micro-batches is expected
             return
         if expected > 1 and len(steps) > 1 and max(step.size for step in steps) == 1:
             self._add("steps_every_micro_batch", "1 micro-batch per step", expected, steps[0].line)

@@ -15,7 +15,7 @@ from torch import nn
 from anybatch.core.batch import select_each
 from anybatch.core.loss import Loss, LossSum
 from anybatch.core.loss_kinds import COUNTED, ONE_NUMBER, LossFunction
-from anybatch.core.tree import Batch, copied, count_samples, map_tensors, read_samples
+from anybatch.core.tree import Batch, copied, count_samples, map_tensors, mark_and_count
 from anybatch.engine.accumulate import LoopContext
 from anybatch.engine.loss_check.comparison import FEW_SAMPLES, MAX_SAMPLES, SampleSource, Verdict, choose, judge
 from anybatch.engine.loss_check.runs import LossParts, LossRuns
@@ -131,9 +131,9 @@ class LossCheck:
         # (at least two).
         max_samples = min(MAX_SAMPLES, max(2 if self.lockstep else FEW_SAMPLES, largest))
         verdicts = self.world.run_on_all_ranks(lambda: self._verdict(source, autocast, max_samples))
-        is_cut = sum(map(len, planned.plan.shares)) > 1
+        is_split = sum(map(len, planned.plan.shares)) > 1
         self._newest, self._undecided = step, ""
-        self._combine(verdicts, is_cut=is_cut)
+        self._combine(verdicts, is_split=is_split)
 
     def runs(self, autocast: Callable[[], AbstractContextManager[object]], generators: SeededGenerators) -> LossRuns:
         """Return an object that runs the loss on pieces (parts of a few samples), to compare their gradients."""
@@ -176,12 +176,12 @@ class LossCheck:
         """Return the samples of one rank to all ranks, if each rank has only its share."""
 
         def few() -> Batch:
-            if len(source.positions) < 2:  # noqa: PLR2004 (a single sample cannot be cut)
+            if len(source.positions) < 2:  # noqa: PLR2004 (a single sample cannot be split)
                 return None
             return next(source.pick([choose(self.declared, source, MAX_SAMPLES)[0]]))
 
         shared = next((batch for batch in self.world.run_on_all_ranks(few) if batch is not None), None)
-        batch, number = (None, 0) if shared is None else read_samples(shared)
+        batch, number = (None, 0) if shared is None else mark_and_count(shared)
         return SampleSource(range(number), functools.partial(select_each, batch), _NUM_CANDIDATES)
 
     def _verdict(
@@ -221,7 +221,7 @@ class LossCheck:
             message = f"{message} {diagnosis.remedy} {_OTHERWISE}"
         return dataclasses.replace(sent, message=message, cause=diagnosis.cause, term=diagnosis.term)
 
-    def _combine(self, verdicts: Sequence[Verdict], *, is_cut: bool) -> None:
+    def _combine(self, verdicts: Sequence[Verdict], *, is_split: bool) -> None:
         """Combine the ranks' verdicts into one, the same on each rank."""
         is_number = self._undeclared is not None and any(verdict.is_scalar for verdict in verdicts)
         broken = next((verdict for verdict in verdicts if verdict.kind == "broken"), None)
@@ -247,7 +247,7 @@ class LossCheck:
             message = f"{ONE_NUMBER} (The check of the first step is undecided: {reason}.)"
             raise LossError(message)
         self.decisions["loss"] = f"as declared, unchecked: {reason}"
-        if is_cut and undecided is not None:
+        if is_split and undecided is not None:
             self._undecided = reason
 
 

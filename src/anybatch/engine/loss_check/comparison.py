@@ -11,7 +11,7 @@ import torch
 
 from anybatch.core.batch import select_each
 from anybatch.core.loss import Loss, unit_counts
-from anybatch.core.tree import Batch, copied, read_samples, tensors_of
+from anybatch.core.tree import Batch, copied, mark_and_count, tensors_of
 from anybatch.engine.loss_check.fixed_draws import FixedDraws
 from anybatch.engine.loss_check.runs import (
     Gradients,
@@ -54,7 +54,7 @@ class SampleSource:
         values, again = (list(tensors_of(batch)) for batch in self.pick([first, first]))
         if len(values) == len(again) and all(map(torch.equal, values, again)):
             return self
-        batch, number = read_samples(next(self.pick([_spread(self.positions, self.num_candidates)])))
+        batch, number = mark_and_count(next(self.pick([_spread(self.positions, self.num_candidates)])))
         return SampleSource(range(number), functools.partial(select_each, batch), number)
 
 
@@ -263,8 +263,8 @@ def _compared(
 ) -> Verdict:
     """Compare the sum of the pieces' gradients with the gradient of all samples in one piece."""
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
-    cut = [list(positions), *(list(positions[start : start + size]) for start, size in zip(starts, sizes, strict=True))]
-    pieces = tuple(map(Piece, source.pick(cut), map(len, cut)))
+    rows = [list(positions), *(list(positions[start : start + n]) for start, n in zip(starts, sizes, strict=True))]
+    pieces = tuple(map(Piece, source.pick(rows), map(len, rows)))
     try:
         if (broken := _broken_count(runs, pieces)) is not None:
             return broken

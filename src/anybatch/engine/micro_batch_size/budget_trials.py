@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from anybatch.core.geometry import ceil_div
-from anybatch.core.splitting import Cut, even_parts
+from anybatch.core.splitting import SplitOptions, even_parts
 from anybatch.core.token_budget import FIXED_TOKENS, SampleLengths, TokenBudget, plan_by_length
 from anybatch.core.tree import Batch, copied
 from anybatch.engine.loss_check.fixed_draws import FixedDraws
@@ -39,8 +39,8 @@ Load = Callable[[Sequence[int]], Batch]
 """Function (positions in the effective batch) -> the samples at these positions, collated."""
 
 
-class _Way(NamedTuple):
-    """A way to cut a batch: packed (samples are concatenated without padding) or padded, and the maximum of tokens."""
+class _Split(NamedTuple):
+    """A split to time: packed (samples are concatenated without padding) or padded, and the maximum of tokens."""
 
     packed: bool
     cap: int
@@ -62,7 +62,7 @@ class FoundBudget:
     """
 
     fixed_tokens: float
-    current_tokens: int | None = None
+    cap: int | None = None
     packed: bool | None = None
     description: str = ""
     layout: str = ""
@@ -116,30 +116,30 @@ class BudgetTrials:
         return self.trial.why_not_timed
 
     def _timed(self, loads: Mapping[bool, Load], lengths: SampleLengths) -> FoundBudget:
-        """Time a step in each layout, cut at the budget and at halves of it, and return the fastest way."""
+        """Time a step in each layout, split at the budget and at halves of it, and return the fastest split."""
         costs: dict[bool, tuple[float, str]] = {}
-        units: dict[_Way, list[_Sampled]] = {}
+        units: dict[_Split, list[_Sampled]] = {}
         for packed, load in loads.items():
             occupied = lengths.in_layout(packed=packed)
             costs[packed] = self._fixed_cost(load, occupied)
-            of_layout: dict[_Way, list[_Sampled]] = {}
+            of_layout: dict[_Split, list[_Sampled]] = {}
             for cap in self._caps(occupied):
                 budget = dataclasses.replace(self.budget, fixed_tokens=costs[packed][0], current_tokens=cap)
                 sampled = _sampled_units(occupied, budget)
                 if sampled not in of_layout.values():
-                    of_layout[_Way(packed, cap)] = sampled
+                    of_layout[_Split(packed, cap)] = sampled
             units |= of_layout
         seconds = self._seconds(loads, units) if len(units) > 1 else {}
-        # If no way could be timed, the step itself raises the error.
+        # If no split could be timed, the step itself raises the error.
         fastest = min(seconds, key=seconds.__getitem__, default=next(iter(units)))
-        similar = [way for way, duration in seconds.items() if duration * _MAX_TIME_RATIO <= seconds[fastest]]
-        chosen = max((way for way in similar if way.packed == fastest.packed), default=fastest)
+        similar = [split for split, duration in seconds.items() if duration * _MAX_TIME_RATIO <= seconds[fastest]]
+        chosen = max((split for split in similar if split.packed == fastest.packed), default=fastest)
         fixed, description = costs[chosen.packed]
         if description and chosen.cap < self.budget.tokens:
-            uncapped = seconds.get(_Way(chosen.packed, self.budget.tokens))
+            uncapped = seconds.get(_Split(chosen.packed, self.budget.tokens))
             gain = "" if uncapped is None else f", because a step then takes {1 - seconds[chosen] / uncapped:.0%} less"
-            description = f"{description}; cut at {chosen.cap:,}{gain}"
-        result = FoundBudget(fixed_tokens=fixed, current_tokens=chosen.cap, description=description)
+            description = f"{description}; split at {chosen.cap:,}{gain}"
+        result = FoundBudget(fixed_tokens=fixed, cap=chosen.cap, description=description)
         if len(loads) == 1:
             return result
         return dataclasses.replace(result, packed=chosen.packed, layout=_compared(chosen, seconds, len(lengths.tokens)))
@@ -152,20 +152,22 @@ class BudgetTrials:
         halvings = [ceil_div(budget.tokens, 2**number) for number in range(1, _NUM_CAPS)]
         return [budget.tokens, *(cap for cap in halvings if cap >= longest)]
 
-    def _seconds(self, loads: Mapping[bool, Load], units: Mapping[_Way, Sequence[_Sampled]]) -> dict[_Way, float]:
-        """Return the seconds of a step in each way that runs; the ways are timed alternately."""
-        batches = {way: [loads[way.packed](one.positions) for one in sampled] for way, sampled in units.items()}
-        times: dict[_Way, list[list[float]]] = {way: [[] for _ in sampled] for way, sampled in units.items()}
-        for way in list(units) * _NUM_ROUNDS:
-            for sampled, batch, seconds in zip(units[way], batches[way], times.get(way, ()), strict=False):
+    def _seconds(self, loads: Mapping[bool, Load], units: Mapping[_Split, Sequence[_Sampled]]) -> dict[_Split, float]:
+        """Return the seconds of a step with each split that runs; they are timed alternately."""
+        batches = {split: [loads[split.packed](one.positions) for one in sampled] for split, sampled in units.items()}
+        times: dict[_Split, list[list[float]]] = {split: [[] for _ in sampled] for split, sampled in units.items()}
+        for split in list(units) * _NUM_ROUNDS:
+            for sampled, batch, seconds in zip(units[split], batches[split], times.get(split, ()), strict=False):
                 result = self._run(batch, len(sampled.positions))
                 if result.outcome != "ran":
-                    del times[way]
+                    del times[split]
                     break
                 seconds.extend(result.seconds)  # empty for a micro-batch without items of the loss, which is not run
         return {
-            way: sum(one.factor * median(seconds) for one, seconds in zip(units[way], of_way, strict=True) if seconds)
-            for way, of_way in times.items()
+            split: sum(
+                one.factor * median(seconds) for one, seconds in zip(units[split], of_split, strict=True) if seconds
+            )
+            for split, of_split in times.items()
         }
 
     def _run(self, batch: Batch, num_samples: int) -> TrialResult:
@@ -243,7 +245,7 @@ def _sampled_units(lengths: SampleLengths, budget: TokenBudget) -> list[_Sampled
 
     Micro-batches are sorted by the lengths of their samples, and one represents each group of neighbours.
     """
-    plan, occupied = plan_by_length(lengths, 1, Cut(), budget), lengths.occupied_tokens
+    plan, occupied = plan_by_length(lengths, 1, SplitOptions(), budget), lengths.occupied_tokens
     entries = []  # (mean cost of a sample, cost of the micro-batch, positions)
     for unit in plan.units:
         positions = plan.positions(unit)
@@ -283,10 +285,10 @@ def _why_not_packed(runs: LossRuns, loads: Mapping[bool, Load], lengths: SampleL
     return ""
 
 
-def _compared(chosen: _Way, seconds: Mapping[_Way, float], num_samples: int) -> str:
+def _compared(chosen: _Split, seconds: Mapping[_Split, float], num_samples: int) -> str:
     """Return a text about the chosen layout, with the times of both layouts."""
     name, other = _NAMES[chosen.packed], _NAMES[not chosen.packed]
-    slower = min((duration for way, duration in seconds.items() if way.packed != chosen.packed), default=None)
+    slower = min((duration for split, duration in seconds.items() if split.packed != chosen.packed), default=None)
     if chosen not in seconds or slower is None:
         return f"{name}, because {other} could not be timed"
     return (

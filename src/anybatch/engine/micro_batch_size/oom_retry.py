@@ -2,7 +2,7 @@
 
 Repeating only the failed micro-batch would give wrong gradients without an error, since an interrupted backward has
 already added to some gradients. So all ranks undo every change of the step and run the whole effective batch again, as
-if it had been cut into the smaller micro-batches from the start. The loop is in `engine/step.py`.
+if it had been split into the smaller micro-batches from the start. The loop is in `engine/step.py`.
 """
 
 import gc
@@ -15,7 +15,7 @@ import torch
 
 from anybatch.core.geometry import ceil_div
 from anybatch.core.records import PhaseName
-from anybatch.core.splitting import BatchPlan, CutConstraints
+from anybatch.core.splitting import BatchPlan, SplitConstraints
 from anybatch.core.torch_internals import num_changes
 from anybatch.core.tree import tensors_of
 from anybatch.engine.micro_batch_size.sizes import RunSizes
@@ -200,11 +200,11 @@ class InputVersions:
         world.run_on_all_ranks(refuse)
 
 
-def why_impossible(prepared: Prepared, needs: Capabilities, constraints: CutConstraints, world: World) -> str:
+def why_impossible(prepared: Prepared, needs: Capabilities, constraints: SplitConstraints, world: World) -> str:
     """Return why a step cannot be repeated after an out-of-memory error, as a clause; empty if it can be."""
     if prepared.abort is None:
         return f"strategy {needs.name!r} cannot abort a step (strategy='all_reduce' can)"
-    if world.size > 1 and constraints.joins_ranks:
+    if world.size > 1 and constraints.syncs_in_forward:
         return (
             "BatchNorm layers with statistics over all ranks make ranks wait for each other in every forward (with "
             "norms='keep' or Ghost(group_size) they do not)"

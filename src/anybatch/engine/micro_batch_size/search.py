@@ -71,7 +71,7 @@ class TrialParts:
     def why_not_timed(self) -> str:
         """Why timings must not determine sizes in this run, as a clause; empty if they may."""
         if self.context.loss.kind.encode is not None:
-            return "a loss across samples runs each forward twice if it is cut"
+            return "a loss across samples runs each forward twice if it is split"
         if any(map(is_compiled, self.modules.modules())):
             return "torch.compile would recompile the model for each size"
         if torch.are_deterministic_algorithms_enabled():

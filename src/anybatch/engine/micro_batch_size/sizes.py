@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from anybatch.core.batch import Placement, Position, lengths_of
 from anybatch.core.geometry import Sizes, ceil_div, even_size, resolve_sizes
-from anybatch.core.splitting import BatchPlan, Cut, CutConstraints, Deal, plan_batch
+from anybatch.core.splitting import BatchPlan, Deal, SplitConstraints, SplitOptions, plan_batch
 from anybatch.core.token_budget import TokenBudget
 from anybatch.core.tree import Batch, copied, count_samples, slice_samples
 from anybatch.engine.micro_batch_size.search import WORTH_TIMING, Auto, FoundSize, Search, TrialParts, TrialRuns
@@ -33,7 +33,7 @@ class RunSizes:
         micro_batch_size: MicroBatchSize,
         accumulation_steps: int | None,
         deal: Deal,
-        constraints: CutConstraints = CutConstraints(),  # noqa: B008 (a frozen value)
+        constraints: SplitConstraints = SplitConstraints(),  # noqa: B008 (a frozen value)
     ) -> None:
         self.is_auto = micro_batch_size == "auto" or isinstance(micro_batch_size, Auto)
         self.auto = micro_batch_size if isinstance(micro_batch_size, Auto) else Auto()
@@ -70,12 +70,12 @@ class RunSizes:
         micro_batch_size, accumulation_steps = sizes.micro_batch_size, sizes.accumulation_steps
         if self.constraints.whole:
             micro_batch_size = accumulation_steps = None
-        cut = Cut(
+        split = SplitOptions(
             micro_batch_size=micro_batch_size,
-            # A cut uses one of the two; `resolve_sizes` has checked that they agree if both are given.
+            # A split uses one of the two; `resolve_sizes` has checked that they agree if both are given.
             accumulation_steps=accumulation_steps if micro_batch_size is None else None,
             deal=self._deal,
-            lockstep=self.constraints.fills_up,
+            lockstep=self.constraints.allows_empty_ranks,
             group=self.constraints.group,
             min_samples=self.constraints.min_samples,
         )
@@ -85,7 +85,7 @@ class RunSizes:
                 budget, current_tokens=sizes.micro_batch_tokens, fixed_tokens=sizes.fixed_tokens
             )
         self.sizes = sizes
-        self.placement = Placement(cut, self._world.size, self._world.rank, budget, packed=bool(sizes.packed))
+        self.placement = Placement(split, self._world.size, self._world.rank, budget, packed=bool(sizes.packed))
 
     def refuse_larger(self, num_samples: int) -> None:
         """Raise a `BatchSizeError` if a batch has more samples than `Engine(effective_batch_size=...)`."""
@@ -103,11 +103,11 @@ class RunSizes:
             )
             raise BatchSizeError(message, effective_batch_size=limit, world_size=self._world.size)
 
-    def refuse_uncuttable(self, sizes: Iterable[int]) -> None:
-        """Raise a `BatchSizeError` for the first of these effective batch sizes that is too large or cannot be cut."""
+    def check_splittable(self, sizes: Iterable[int]) -> None:
+        """Raise a `BatchSizeError` for the first effective batch size that is too large or cannot be split."""
         for size in sizes:
             self.refuse_larger(size)
-            plan_batch(size, self._world.size, self.placement.cut)
+            plan_batch(size, self._world.size, self.placement.split)
 
     def settle(self, batch: Any, trial: TrialParts, position: Position) -> FoundSize:  # noqa: ANN401
         """Choose the sizes that are "auto" by trial runs on the first batch, and undo every change of these runs."""
@@ -146,7 +146,7 @@ class RunSizes:
             current = (saved.get("micro_batch_tokens") if is_same else None) or tokens
             self._use(dataclasses.replace(self.sizes, fixed_tokens=fixed, micro_batch_tokens=current))
             restored["micro_batch_size"] = (
-                f"at most {tokens:,} tokens, cut at {current:,}; a micro-batch costs {fixed or 0:,.0f} tokens, "
+                f"at most {tokens:,} tokens, split at {current:,}; a micro-batch costs {fixed or 0:,.0f} tokens, "
                 "as in the checkpoint"
             )
         return restored
@@ -169,7 +169,7 @@ class RunSizes:
             dataclasses.replace(
                 sizes,
                 fixed_tokens=found.fixed_tokens,
-                micro_batch_tokens=found.current_tokens or sizes.micro_batch_tokens,
+                micro_batch_tokens=found.cap or sizes.micro_batch_tokens,
                 packed=sizes.packed if found.packed is None else found.packed,
             )
         )
@@ -206,7 +206,7 @@ class RunSizes:
 
         Return (None, None) if no smaller size is possible; then `why_not_smaller` is the reason.
         """
-        before, group, sizes = max(unit.num_samples for unit in plan.units), plan.cut.group, self.sizes
+        before, group, sizes = max(unit.num_samples for unit in plan.units), plan.split.group, self.sizes
         if self.constraints.whole:
             self.why_not_smaller = "norms=Exact(method='checkpoint') runs each rank share as one micro-batch"
             return None, None
@@ -266,7 +266,7 @@ class RunSizes:
         lockstep = trial.context.strategy.capabilities.lockstep
         is_whole = lockstep and not self.raises_out_of_memory
         reason = "ranks run in lockstep" if is_whole else self._why_not_timed(trial, first)
-        if (reason and not self.raises_out_of_memory) or first.share < 2:  # noqa: PLR2004 (one sample cannot be cut)
+        if (reason and not self.raises_out_of_memory) or first.share < 2:  # noqa: PLR2004 (one sample cannot be split)
             return FoundSize(None, f"the whole rank share, because {reason or 'there is only one sample'}")
         # If loading fails on one rank, all ranks raise an error here instead of waiting for the rank in a trial run.
         can_be_sliced = all(self._world.run_on_all_ranks(first.load))
@@ -318,7 +318,7 @@ class RunSizes:
             return reason
         if first.share * trial.num_parameters < WORTH_TIMING:
             return "a step is too short to be worth timing"
-        return self.constraints.largest_fitting
+        return self.constraints.why_largest
 
     def _planned(self, first: "_FirstBatch") -> tuple[int | None, str]:
         """Return (the smallest of the ranks' planned sizes, why there is no plan); the size is None without a plan."""
@@ -347,7 +347,7 @@ class _FirstBatch:
     position: Position
 
     def __post_init__(self) -> None:
-        placement = Placement(Cut(), self.world.size, self.world.rank)
+        placement = Placement(SplitOptions(), self.world.size, self.world.rank)
         planned = plan_effective_batch(self.batch, placement, self.world, self.position)
         self._loading = planned.micro_batches
         self.num_in_batch = planned.plan.num_samples

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import anybatch as ab
 from anybatch.core.batch import select_each
 from anybatch.core.loss import declared
-from anybatch.core.tree import map_tensors, read_samples
+from anybatch.core.tree import map_tensors, mark_and_count
 from anybatch.engine.loss_check.comparison import SampleSource, judge
 from anybatch.engine.loss_check.diagnosis import diagnose
 from anybatch.engine.loss_check.runs import LossParts, LossRuns
@@ -164,7 +164,7 @@ def check(setup: Setup, dtype: str, *, diagnoses: bool = False):
     model, loss, batch = built(setup, dtype)
     loss = declared(loss)
     modules = collect_modules(model, loss)
-    batch, number = read_samples(batch)
+    batch, number = mark_and_count(batch)
     named = {name: one for name, one in modules.named_parameters() if one.requires_grad}
     parts = LossParts(
         loss=loss,
