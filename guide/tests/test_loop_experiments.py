@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from anybatch_guide.claims.measuring import relative
+from anybatch_guide.experiments import mathematics
 from anybatch_guide.experiments import one_batch as batch_experiment
 from anybatch_guide.experiments import split_sum as split_experiment
 from anybatch_guide.listings import one_batch, one_mistake, split_sum
@@ -76,6 +77,15 @@ def test_parts_add_up_to_the_whole(split_data: Any) -> None:
         assert cut["largest_difference_float64"] < 1e-15
     drawn = torch.tensor(split_data["whole"], dtype=torch.float64) * split_data["unit"]
     assert float((drawn - whole).abs().max()) <= 0.6 * split_data["unit"]
+
+
+def test_only_batch_norm_breaks_the_sum() -> None:
+    """With layers that normalize each sample alone, four parts have the gradient of the batch; with BatchNorm not."""
+    errors = {name: mathematics.norm_error(make) for name, make in mathematics.NORMS.items()}
+
+    assert errors.pop("BatchNorm") > 0.1
+    assert errors.keys() == {"LayerNorm", "RMSNorm", "GroupNorm"}
+    assert max(errors.values()) < EXACT
 
 
 def printed(program: str, *arguments: str) -> str:

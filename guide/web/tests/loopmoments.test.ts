@@ -45,3 +45,23 @@ test("the weights move only at the update, by the gradient times the rate of 1",
 test("four are in the sum when it is used", () => {
   expect(moments.filter(({ phase }) => phase === "update").map(({ added, updates }) => [added, updates])).toEqual([[4, 1], [4, 2]]);
 });
+
+test("it begins ready, with nothing added, and knows which micro-batch runs", () => {
+  expect(moments[0]).toMatchObject({ phase: "ready", added: 0, updates: 0, running: 0, loss: null });
+  expect(moments.filter(({ phase }) => phase === "ready")).toHaveLength(1);
+  const running = moments.filter(({ running }) => running).map(({ running }) => running);
+  expect([...new Set(running.slice(0, running.length / 2))]).toEqual([1, 2, 3, 4]);
+  for (const { phase, running, added } of moments) {
+    if (phase === "forward" || phase === "backward") expect(running).toBe(added + 1);
+    else expect(running).toBe(phase === "accumulate" ? added : 0);
+  }
+});
+
+test("the loss belongs to the micro-batch that runs, divided by four after its line", () => {
+  const forwards = moments.filter(({ phase }) => phase === "forward");
+  for (let at = 0; at < forwards.length; at += 3) {
+    const [network, mean, divided] = forwards.slice(at, at + 3).map(({ loss }) => loss);
+    expect(network).toBeNull();
+    expect(divided).toBeCloseTo((mean ?? Number.NaN) / 4, 5);
+  }
+});

@@ -3,17 +3,23 @@
 import math
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import anybatch as ab
+from anybatch.recipes import contrastive as recipe
+from anybatch.recipes.digits import Digits
+from anybatch.recipes.start import start
 from anybatch_guide.claims.claim import Numbers
 from anybatch_guide.claims.equality import error_of
-from anybatch_guide.claims.measuring import new_model
+from anybatch_guide.claims.measuring import new_model, relative
 from anybatch_guide.experiment import Emit, emit_progress
 from anybatch_guide.mistakes.mistake import loop_of
 from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, cross_entropy, load
@@ -63,6 +69,51 @@ def final_loss(task: PlaygroundTask, loop: str, optimizer: Callable[..., Optimiz
     with torch.no_grad():
         loss = float(cross_entropy(model(task.rows.inputs), task.rows.targets))
     return loss if math.isfinite(loss) else math.inf
+
+
+def contrastive(emit: Emit) -> Numbers:
+    """Train two encoders with `ab.joint` and with a loss per micro-batch; compare retrieval and first gradients."""
+    job = recipe.contrastive()
+    plain = replace(job, loss=ab.mean_over_samples(_loss_of_micro_batch))
+    ways = {"joint": (job, 16), "16": (plain, 16), "4": (plain, 4)}
+    numbers: dict[str, float] = {}
+    for done, (name, (way, size)) in enumerate(ways.items()):
+        accuracies = []
+        for number, seed in enumerate(SEEDS):
+            emit_progress(emit, done * len(SEEDS) + number, len(ways) * len(SEEDS), f"{name}, seed {seed}")
+            accuracies.append(_retrieval(way, size, seed))
+        numbers[f"accuracy_{name}"] = 100 * statistics.fmean(accuracies)
+    expected = _first_gradient(job, 256)
+    return numbers | {
+        "chance": 100 / 360,
+        "plain_error": relative(_first_gradient(plain, 16), expected),
+        "joint_error": relative(_first_gradient(job, 16), expected),
+    }
+
+
+def _loss_of_micro_batch(model: recipe.Encoders, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
+    return recipe.loss(model, recipe.encode(model, batch))
+
+
+def _retrieval(job: ab.Job, micro_batch_size: int, seed: int) -> float:
+    """Return the held-out retrieval accuracy after 15 epochs."""
+    run = start(job, ab.RunConfig(epochs=15, micro_batch_size=micro_batch_size, seed=seed), check_loss=False)
+    for batch in run.batches:
+        run.engine.step(batch)
+    return run.evaluate()["retrieval_accuracy"]
+
+
+def _first_gradient(job: ab.Job, micro_batch_size: int) -> Float[Tensor, " number"]:
+    """Return the gradient of the first 256 training images: the change in a step of SGD with learning rate 1."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(SEEDS[0])
+        model = recipe.Encoders().double()
+    before = parameters_to_vector(model.parameters()).detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    images = torch.stack([Digits("train")[number]["image"] for number in range(256)]).double()
+    with ab.Engine(model, optimizer, job.loss, micro_batch_size=micro_batch_size, check_loss=False) as engine:
+        engine.step({"image": images})
+    return before - parameters_to_vector(model.parameters()).detach()
 
 
 def batch_norm(emit: Emit) -> Numbers:

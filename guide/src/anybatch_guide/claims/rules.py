@@ -20,6 +20,13 @@ def equivalent(numbers: Numbers) -> Verdict:
     return "true" if all(numbers[name] < EXACT for name in others) else "only_if"
 
 
+def contrastive(numbers: Numbers) -> Verdict:
+    """Judge whether the gradient of plain accumulation is correct, or only the gradient of two passes."""
+    if numbers["plain_error"] < EXACT:
+        return "true"
+    return "only_if" if numbers["joint_error"] < EXACT else "false"
+
+
 def on_cpus(numbers: Numbers) -> Verdict:
     """Judge whether the gradient is correct on this CPU, and needs less memory."""
     return "true" if numbers["gradient_error"] < EXACT and numbers["memory_ratio"] < 1 else "false"

@@ -1,10 +1,11 @@
-"""Split, accumulate, update: `p.grad` after each micro-batch, and the gradient of the full batch."""
+"""Split, accumulate, update: `p.grad` after each micro-batch, the gradient of the full batch, and the updates."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector
 
 from anybatch_guide.claims.measuring import relative
 from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
@@ -12,12 +13,14 @@ from anybatch_guide.lines import significant
 from anybatch_guide.listings.split_sum import make_model, micro_batch_sizes, running_sums
 
 PARTS = (4, 2, 8)
+LEARNING_RATE = 2.0
+"""High enough to see how the weights move."""
 UNIT = 1e-4
 """Unit of the integers of a strip; differences are floats."""
 
 
 def run(emit: Emit) -> Data:
-    """Return the gradient of the full batch, and for each split the running sums and the final difference."""
+    """Return the full gradient, the weights, and for each split the running sums, the difference and the update."""
     full_gradients = {dtype: next(running_sums([64], dtype)) for dtype in (torch.float32, torch.float64)}
     cuts: list[dict[str, Any]] = []
     for num_parts in PARTS:
@@ -29,6 +32,8 @@ def run(emit: Emit) -> Data:
         "unit": UNIT,
         "parameters": [[name, p.numel()] for name, p in make_model(torch.float32).named_parameters()],
         "whole": in_units(full_gradients[torch.float32]),
+        "weights": in_units(parameters_to_vector(make_model(torch.float32).parameters()).detach()),
+        "learning_rate": LEARNING_RATE,
         "cuts": cuts,
     }
 
@@ -41,6 +46,7 @@ def cut_data(sizes: list[int], full_gradients: Mapping[torch.dtype, Tensor]) -> 
     sums = {
         "sizes": sizes,
         "sums": [in_units(total) for total in right],
+        "updated": in_units(updated_weights(right[-1])),
         "difference": [significant(float(x), 3) for x in difference],
         "largest_difference": significant(float(difference.abs().max()), 3),
         "largest_difference_float64": significant(float((last - full_gradients[torch.float64]).abs().max()), 3),
@@ -49,9 +55,20 @@ def cut_data(sizes: list[int], full_gradients: Mapping[torch.dtype, Tensor]) -> 
         wrong = list(running_sums(sizes, torch.float32, exact=False))
         difference = wrong[-1] - full_gradients[torch.float32]
         sums["wrong_sums"] = [in_units(total) for total in wrong]
+        sums["wrong_updated"] = in_units(updated_weights(wrong[-1]))
         sums["wrong_relative_difference"] = significant(relative(wrong[-1], full_gradients[torch.float32]), 3)
         sums["wrong_largest_difference"] = significant(float(difference.abs().max()), 3)
     return sums
+
+
+def updated_weights(gradient: Tensor) -> Tensor:
+    """Return the weights after one step of SGD with this gradient."""
+    model = make_model(gradient.dtype)
+    parameters = list(model.parameters())
+    for parameter, part in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter).clone()
+    torch.optim.SGD(parameters, lr=LEARNING_RATE).step()
+    return parameters_to_vector(parameters).detach()
 
 
 def in_units(row: Tensor) -> list[int]:

@@ -1,7 +1,10 @@
-/** Automatic playback, moment after moment, until the end or until the user stops it. */
+/** Automatic playback, moment after moment, until the end or until the user stops it; `speed` divides the waits. */
 import { onDestroy } from "svelte";
 
+export const SPEEDS = [0.5, 1, 2, 4];
+
 export class Playing {
+  speed = $state(1);
   #timer: ReturnType<typeof setTimeout> | undefined = $state();
 
   constructor() {
@@ -24,7 +27,7 @@ export class Playing {
       this.#timer = setTimeout(() => {
         if (step()) go();
         else this.stop();
-      }, wait());
+      }, wait() / this.speed);
     };
     go();
   }

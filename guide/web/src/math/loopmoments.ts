@@ -1,7 +1,7 @@
 /** A traced run of the usual loop, moment by moment: the phase of a line, the gradient and the weights. */
 import type { Trace } from "./trace";
 
-export type Phase = "forward" | "backward" | "accumulate" | "update" | "clear" | "";
+export type Phase = "ready" | "forward" | "backward" | "accumulate" | "update" | "clear" | "";
 
 export interface VectorTrace extends Trace {
   vectors: Record<"weights" | "gradients", [number, number[] | null][]>;
@@ -12,6 +12,10 @@ export interface Moment {
   phase: Phase;
   /** Number of micro-batches in the gradient, and of updates. */
   added: number;
+  /** Number of the micro-batch that runs, from 1; 0 if none runs. */
+  running: number;
+  /** The loss of this micro-batch, once it is computed. */
+  loss: number | null;
   updates: number;
   /** The gradient of this micro-batch alone, while it is computed and added. */
   own: number[] | null;
@@ -35,19 +39,30 @@ function atLine<Value>(changes: readonly [number, Value][], index: number): Valu
   return changes.findLast(([at]) => at <= index)?.[1] ?? null;
 }
 
-/** The executed lines between `first` and `last`, in order; a backward pass is two moments: compute and add. */
+/** The loss of the micro-batch that runs; null until it is computed. */
+function lossAt(trace: VectorTrace, text: readonly string[], index: number): number | null {
+  const began = trace.lines.slice(0, index + 1).findLastIndex((line) => text[line - 1]?.includes("model(inputs"));
+  const [at, loss] = trace.values["loss"]?.findLast(([changed]) => changed <= index) ?? [-1, null];
+  return at > began ? loss : null;
+}
+
+/** The executed lines between `first` and `last`, in order: the first is "ready"; a backward is two moments, compute and add. */
 export function momentsOf(trace: VectorTrace, first: number, last: number): Moment[] {
   const text = (trace.files[0]?.text ?? "").split("\n");
   const { weights, gradients } = trace.vectors;
   return trace.lines.flatMap((line, index): Moment[] => {
     if (line < first || line > last) return [];
-    const phase = phaseOf(text[line - 1] ?? "");
+    const phase = line === first ? "ready" : phaseOf(text[line - 1] ?? "");
     const [gradient, earlier] = [atLine(gradients, index), atLine(gradients, index - 1)];
     const moved = phase === "update" ? atLine(weights, index - 1) : null;
+    const added = gradient === null ? 0 : (atLine(trace.values["micro_batches"] ?? [], phase === "update" ? index - 1 : index) ?? 0);
+    const runs = phase === "forward" || phase === "backward";
     const moment: Moment = {
       line,
       phase,
-      added: gradient === null ? 0 : (atLine(trace.values["micro_batches"] ?? [], phase === "update" ? index - 1 : index) ?? 0),
+      added,
+      running: phase === "forward" ? added + 1 : phase === "backward" ? added : 0,
+      loss: runs ? lossAt(trace, text, index) : null,
       updates: atLine(trace.values["updates"] ?? [], index) ?? 0,
       own: null,
       gradient,

@@ -13,6 +13,17 @@ export function bars(values: readonly number[], limit: number, width: number, he
     .join("");
 }
 
+/** Small triangles at the edge of the box, for the bars that are longer than it. */
+export function beyond(values: readonly number[], limit: number, width: number, height: number): string {
+  const pitch = width / values.length;
+  return values
+    .map((value, at) => {
+      const [x, up] = [tenth((at + 0.5) * pitch), value > 0];
+      return Math.abs(value) <= limit ? "" : `M${x} ${up ? -5 : height + 5}l4 ${up ? 6 : -6}h-8z`;
+    })
+    .join("");
+}
+
 export interface Block {
   /** Number of the micro-batch in the drawing, from 0 on. */
   unit: number;
