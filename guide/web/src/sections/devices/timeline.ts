@@ -5,13 +5,15 @@ export interface Bucket {
   bucket: number;
   bytes: number;
   sent: number;
+  /** When the link was free for it; unknown in recordings. */
+  start?: number;
   done: number;
 }
 
 /** One step on one rank, in seconds from its start. */
 export interface RankStep {
   seconds: number;
-  micro_batches: { begin: number; end: number }[];
+  micro_batches: { begin: number; backward?: number; end: number }[];
   /** When the gradient of each layer was complete, in the last backward pass. */
   layers: { layer: number; ready: number }[];
   buckets: Bucket[];
@@ -45,6 +47,12 @@ export function split(rank: RankStep, ranks: readonly RankStep[]): { from: numbe
   return { from, sent, to, waiting: sent - from, transfer: to - sent };
 }
 
+/** Return when the last rank has sent a bucket: until then, the others wait. */
+export function met(bucket: Bucket, ranks: readonly RankStep[]): number {
+  const same = ranks.flatMap(({ buckets }) => buckets.filter((other) => other.bucket === bucket.bucket && other.micro_batch === bucket.micro_batch));
+  return Math.min(bucket.done, Math.max(...same.map(({ sent }) => sent)));
+}
+
 /** Seconds of the slowest rank. */
 export function slowest(ranks: readonly RankStep[]): number {
   return Math.max(...ranks.map((rank) => rank.seconds));
@@ -72,7 +80,15 @@ export interface Forecast {
   link: string;
   strategy: string;
   scaling: "strong" | "weak";
-  workload: { accumulation_steps: number | null; effective_batch_size: number; micro_batch_size: number; gradient_bytes: number };
+  workload: {
+    accumulation_steps: number | null;
+    effective_batch_size: number;
+    micro_batch: { fixed_seconds: number; sample_seconds: number };
+    micro_batch_size: number;
+    gradient_bytes: number;
+    backward_share: number;
+  };
+  cluster: { link: { latency_seconds: number; bytes_per_second: number } };
   rows: ForecastRow[];
   largest_useful: number | null;
   why: string;
