@@ -125,7 +125,7 @@ def rows() -> Iterator[str]:
                 yield f"| {name} | {' + '.join(changes)} | - | - | {str(error).partition('. ')[0]} |"
                 continue
             planned = plan.baseline.peak.num_bytes
-            within, below = (runs(case, code_of(plan.asked), int(part * planned)) for part in (1.0, 0.97))
+            within, below = (runs(case, code_of(plan.requested), int(part * planned)) for part in (1.0, 0.97))
             said = ("yes" if within else "NO", "runs" if below else "runs out")
             yield f"| {name} | {' + '.join(changes) or 'as it is'} | {planned / 2**20:.1f} | {' | '.join(said)} |"
 

@@ -122,7 +122,7 @@ def rows() -> Iterator[tuple[str, float, float, str]]:
             proposals=False,
             **rest,
         )
-        reserved = plan.baseline.freely_reserved_bytes
+        reserved = plan.baseline.reserved_bytes_without_limit
         taken = reserved + CONTEXT + plan.budget.workspace_bytes
         yield f"bert-large, {name}", taken / GIBIBYTE, published * MEBIBYTE / GIBIBYTE, GUIDE
     for name, model, length, changes, gib in LLAMA:

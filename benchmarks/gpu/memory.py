@@ -94,7 +94,7 @@ def planned(
     fit = plan.baseline
     return Planned(
         tensors=fit.peak.num_bytes,
-        reserved=fit.freely_reserved_bytes,
+        reserved=fit.reserved_bytes_without_limit,
         workspace=plan.budget.workspace_bytes,
         outside=plan.budget.outside_bytes,
         largest=fit.largest,

@@ -82,7 +82,7 @@ def row_of(number: int, request: PlanRequest, plan: Plan) -> list[Any]:
     return [
         *(number, request.device, plan.budget.total_bytes, request.effective_batch_size, request.world_size),
         *(fit.largest, fit.micro_batch_size, fit.accumulation_steps, fit.peak.num_bytes, fit.reserved_bytes),
-        *(plan.bytes_by_purpose().get("activations", 0), fit.binds, digest),
+        *(plan.bytes_by_purpose().get("activations", 0), fit.limit, digest),
     ]
 
 

@@ -8,8 +8,8 @@ from anybatch.core.compatibility import (
     Feature,
     Verdict,
     cell,
+    check_combinations,
     pairs,
-    refuse_compositions,
     remarks,
 )
 from anybatch.errors import CompositionError
@@ -22,7 +22,7 @@ ALL_PAIRS = pairs(Feature)
 def refused(*features: Feature) -> str:
     """Return the error message for a combination of features, or an empty string."""
     try:
-        refuse_compositions(dict.fromkeys(features, ""))
+        check_combinations(dict.fromkeys(features, ""))
     except CompositionError as error:
         return str(error)
     return ""

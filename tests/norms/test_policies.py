@@ -7,7 +7,7 @@ from torch import nn
 import anybatch as ab
 from anybatch.errors import CompositionError, ParameterError, UserError
 from anybatch.norms import Exact, Ghost
-from anybatch.norms.layers import refuse_unfit_layers
+from anybatch.norms.layers import check_supported_layers
 from tests.faults import sees
 from tests.norms.residual import classify, network
 from tests.raising import raises
@@ -44,15 +44,15 @@ def test_unfit_layers_are_refused() -> None:
     """Layers without parameters, SyncBatchNorm on several ranks and InstanceNorm with statistics are refused."""
     lazy, synced = nn.Sequential(nn.LazyBatchNorm1d()), nn.Sequential(nn.SyncBatchNorm(3))
     with raises(ParameterError, "lazy_layer"):
-        refuse_unfit_layers(lazy, num_ranks=1, frozen=False)
+        check_supported_layers(lazy, num_ranks=1, frozen=False)
     with raises(CompositionError, "synced_layer"):
-        refuse_unfit_layers(synced, num_ranks=2, frozen=False)
+        check_supported_layers(synced, num_ranks=2, frozen=False)
     with raises(CompositionError, "instance_statistics"):
-        refuse_unfit_layers(nn.InstanceNorm1d(3, track_running_stats=True), num_ranks=1, frozen=False)
+        check_supported_layers(nn.InstanceNorm1d(3, track_running_stats=True), num_ranks=1, frozen=False)
     lazy(torch.randn(4, 3))
-    refuse_unfit_layers(lazy, num_ranks=2, frozen=False)
-    refuse_unfit_layers(synced, num_ranks=2, frozen=True)
-    refuse_unfit_layers(synced, num_ranks=1, frozen=False)
+    check_supported_layers(lazy, num_ranks=2, frozen=False)
+    check_supported_layers(synced, num_ranks=2, frozen=True)
+    check_supported_layers(synced, num_ranks=1, frozen=False)
 
 
 @sees(

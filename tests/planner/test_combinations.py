@@ -92,7 +92,7 @@ def spec_of(make: Any = Net, **fields: Any) -> StepSpec:
 def answer_for(device: str, size: int = 4096, **fields: Any) -> Answer:
     """Return the best combination for a device of this memory (including libraries)."""
     target = PlanTarget(budget=budget_of(device, headroom=0.0), effective_batch_size=size)
-    return find_combination(spec_of(**fields), target, precision_is_open=False)
+    return find_combination(spec_of(**fields), target, may_change_precision=False)
 
 
 @pytest.mark.slow
@@ -212,9 +212,9 @@ def test_changes_do_not_modify_a_given_model() -> None:
         proposals=False,
     )
 
-    assert [one.name for one in plan.asked] == ["LoRA of rank 4 on a base in 4 bits", "checkpointing"]
+    assert [one.name for one in plan.requested] == ["LoRA of rank 4 on a base in 4 bits", "checkpointing"]
     assert plan.precision == "bf16"  # float32 inputs meet bf16 layers
-    assert plan.asked[0].engine == 'precision="bf16"'
+    assert plan.requested[0].engine == 'precision="bf16"'
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.requires_grad and parameter.dtype is torch.float32 for parameter in model.parameters())
 

@@ -255,9 +255,9 @@ def test_the_size_found_is_the_largest() -> None:
     size = plan.largest
     assert real_peak(spec, numbers(NUM_MICRO_BATCHES * size), size) <= budget
     assert real_peak(spec, numbers(NUM_MICRO_BATCHES * (size + 1)), size + 1) > budget
-    assert plan.binds == "tensors"
+    assert plan.limit == "tensors"
     assert fit_of(spec, envelopes, target(budget, headroom=0.5)).largest < size // 2
-    assert fit_of(spec, envelopes, target(budget, max_samples=7)).binds == "batch"
+    assert fit_of(spec, envelopes, target(budget, max_samples=7)).limit == "batch"
     assert fit_of(spec, envelopes, target(1000)).largest == 0
 
 
@@ -268,7 +268,7 @@ def test_the_allocator_needs_more_than_the_tensors() -> None:
     assert 0 < plan.largest == envelopes.largest_allocated(8 * 2**20)
     assert plan.largest < (envelopes.largest(8 * 2**20) or 0)
     assert plan.peak.num_bytes < plan.reserved_bytes <= 8 * 2**20
-    assert plan.binds == "allocator"
+    assert plan.limit == "allocator"
 
 
 def pairs(model: Any, batch: Batch) -> Any:

@@ -168,7 +168,7 @@ def has_digests(path: Path) -> bool:
 
 def read_digests(path: Path) -> dict[str, Digest]:
     """Return the digests of the checkpoint `path`."""
-    _refuse_foreign(path)
+    _check_is_checkpoint(path)
     with open_explained(path / DIGESTS) as file:
         content = file.read()
     body = parsed(content)
@@ -176,7 +176,7 @@ def read_digests(path: Path) -> dict[str, Digest]:
         message = f"{path / DIGESTS} is damaged: its {len(content)} bytes are not a file of digests. {_REMEDY}"
         raise DamagedCheckpointError(message, path=path / DIGESTS)
     # Checked first, because a newer version may write other keys.
-    _refuse_newer(path, body.get("version"))
+    _check_version(path, body.get("version"))
     try:
         digests = {name: Digest(**entry) for name, entry in body["files"].items()}
     except (AttributeError, KeyError, TypeError):
@@ -253,7 +253,7 @@ def _names_in(path: Path, remedy: str) -> set[str]:
         raise NotACheckpointError(message, path=path) from error
 
 
-def _refuse_foreign(path: Path) -> None:
+def _check_is_checkpoint(path: Path) -> None:
     names = _names_in(path, _REMEDY)
     if not names & {STATE, TENSORS, DIGESTS} and not any(map(_PART.fullmatch, names)):
         message = (
@@ -263,7 +263,7 @@ def _refuse_foreign(path: Path) -> None:
         raise NotACheckpointError(message, path=path)
 
 
-def _refuse_newer(path: Path, version: object) -> None:
+def _check_version(path: Path, version: object) -> None:
     if not isinstance(version, int) or version <= VERSION:
         return
     with open_explained(path / STATE) as file:

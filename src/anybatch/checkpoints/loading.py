@@ -93,10 +93,10 @@ def verify(path: Path, *, process: int = 0, num_processes: int = 1) -> None:
     for name in (STATE, *checked):
         with open_intact(path / name, digests[name]) as file:
             if name == STATE:
-                _refuse_renamed(path, file.read())
+                _check_step_name(path, file.read())
 
 
-def _refuse_renamed(path: Path, state: bytes) -> None:
+def _check_step_name(path: Path, state: bytes) -> None:
     """Refuse a checkpoint with another step in its name, because it could be mistaken for the newest."""
     named, saved = step_in_name(path), (parsed(state) or {}).get("step")
     if named is not None and saved is not None and named != saved:

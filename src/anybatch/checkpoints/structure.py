@@ -123,8 +123,8 @@ class _Packer:
         if kind in _MAPPINGS:
             return self._mapping(value, keys)
         tensor = value.part if kind is TensorPart else value
-        _refuse_unless(isinstance(tensor, torch.Tensor), keys, _typename(kind), _ALLOWED)
-        _refuse_unsupported(tensor, keys, has_others=self._has_others)
+        _require(isinstance(tensor, torch.Tensor), keys, _typename(kind), _ALLOWED)
+        _check_supported(tensor, keys, has_others=self._has_others)
         part = value if kind is TensorPart else TensorPart(tensor, tuple(tensor.shape), (0,) * tensor.dim())
         return self._tensor(part, keys)
 
@@ -134,7 +134,7 @@ class _Packer:
     def _mapping(self, values: Mapping[Any, Any], keys: Keys) -> dict[str, Any]:
         for key in values:
             fix = "Its keys must be text or integers: use str(key), or a list of pairs."
-            _refuse_unless(type(key) in {str, int}, keys, f"a dict with the key {key!r} of {_typename(type(key))}", fix)
+            _require(type(key) in {str, int}, keys, f"a dict with the key {key!r} of {_typename(type(key))}", fix)
         pairs = [(key, self.pack(value, (*keys, key))) for key, value in values.items()]
         # The common case is readable JSON; other dicts become lists of pairs, which keep types and order.
         if type(values) is dict and all(type(key) is str and _is_unicode(key) and key[:1] != "$" for key in values):
@@ -177,24 +177,18 @@ def _memory(tensor: torch.Tensor) -> Any:  # noqa: ANN401 (a key)
     return (tensor.device, tensor.dtype, *view)
 
 
-def _refuse_unsupported(tensor: torch.Tensor, keys: Keys, *, has_others: bool) -> None:
+def _check_supported(tensor: torch.Tensor, keys: Keys, *, has_others: bool) -> None:
     plain = type(tensor) in {torch.Tensor, torch.nn.Parameter}
-    _refuse_unless(
-        plain, keys, _typename(type(tensor)), "Make it a plain tensor first: full_tensor() gathers a sharded one."
-    )
-    _refuse_unless(
+    _require(plain, keys, _typename(type(tensor)), "Make it a plain tensor first: full_tensor() gathers a sharded one.")
+    _require(
         not tensor.is_quantized, keys, f"a tensor of {tensor.dtype}", "Store its int_repr(), scale and zero point."
     )
     dense = tensor.layout is torch.strided and not tensor.is_nested
-    _refuse_unless(
-        dense, keys, f"a tensor of layout {tensor.layout}", "Use to_dense(), or store its indices and values."
-    )
-    _refuse_unless(
-        has_others or not tensor.is_meta, keys, "a tensor without data (device 'meta')", "Give it data first."
-    )
+    _require(dense, keys, f"a tensor of layout {tensor.layout}", "Use to_dense(), or store its indices and values.")
+    _require(has_others or not tensor.is_meta, keys, "a tensor without data (device 'meta')", "Give it data first.")
 
 
-def _refuse_unless(holds: bool, keys: Keys, what: str, remedy: str) -> None:  # noqa: FBT001 (a condition, as in assert)
+def _require(holds: bool, keys: Keys, what: str, remedy: str) -> None:  # noqa: FBT001 (a condition, as in assert)
     if not holds:
         message = f"{_location(keys)} is {what}, which a checkpoint cannot restore unchanged. {remedy}"
         raise UserError(message)

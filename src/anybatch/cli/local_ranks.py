@@ -64,7 +64,7 @@ def run_local_ranks(request: TrainRequest, num_ranks: int) -> Status:
     # multiprocessing's temporary folder is private to this user and removed after all processes have ended.
     store = Path(get_temp_dir(), f"store-{uuid.uuid4().hex}")
     store.touch()
-    ranks = [context.Process(target=serve, args=(request, shared, rank, num_ranks, store)) for rank in range(num_ranks)]
+    ranks = [context.Process(target=rank_main, args=(request, shared, n, num_ranks, store)) for n in range(num_ranks)]
 
     def ask(number: signal.Signals) -> None:
         shared.stop.value = 1
@@ -111,7 +111,7 @@ def _run(ranks: Sequence[BaseProcess]) -> dict[int, int]:
     return failed
 
 
-def serve(request: TrainRequest, shared: SharedState, rank: int, num_ranks: int, store: Path) -> None:
+def rank_main(request: TrainRequest, shared: SharedState, rank: int, num_ranks: int, store: Path) -> None:
     """Run one rank in a process started by the launcher."""
     joined = threading.Event()
     threading.Thread(target=_end_without_launcher, args=(joined,), name="anybatch launcher", daemon=True).start()

@@ -269,7 +269,7 @@ def stated_pairs(present: Iterable[Feature]) -> list[tuple[Feature, Feature]]:
     return [(first, second) for first, second in listed if first is not second or first not in in_pairs]
 
 
-def refuse_compositions(present: Mapping[Feature, str]) -> None:
+def check_combinations(present: Mapping[Feature, str]) -> None:
     """Raise a `CompositionError` if features cannot be combined, with each reason once and the alternatives.
 
     `present` maps the features of a run to the evidence for each (`"'head.weight' is torch.bfloat16"`), or "".

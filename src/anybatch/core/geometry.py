@@ -37,7 +37,7 @@ def checked_int(
     raise error(message, code="not_a_whole_number")
 
 
-def refuse_unless(
+def require(
     is_valid: bool,  # noqa: FBT001 (a condition, as in `assert`)
     name: str,
     value: object,

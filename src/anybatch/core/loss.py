@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Num
 from torch import Tensor
 
-from anybatch.core.geometry import checked_int, is_number, refuse_unless
+from anybatch.core.geometry import checked_int, is_number, require
 from anybatch.core.loss_kinds import (
     COUNTED,
     ONE_NUMBER,
@@ -106,9 +106,9 @@ def tokens(
         weight: the term's weight in the loss.
     """
     is_valid = isinstance(labels, str) or callable(labels)
-    refuse_unless(is_valid, "labels", labels, "the name of the labels, or a function of the batch", LossError)
+    require(is_valid, "labels", labels, "the name of the labels, or a function of the batch", LossError)
     checked_int("ignore_index", ignore_index, minimum=None, error=LossError)
-    refuse_unless(isinstance(shift, bool), "shift", shift, "True or False", LossError)
+    require(isinstance(shift, bool), "shift", shift, "True or False", LossError)
 
     def count(batch: Batch) -> torch.Tensor:
         targets = labels(batch) if callable(labels) else _lookup(batch, labels)
@@ -127,12 +127,12 @@ def counted(count: Count, *, weight: float = 1.0) -> Term:
             element. It is called before the forward, with the batch only.
         weight: the term's weight in the loss.
     """
-    refuse_unless(callable(count), "count", count, "a function of a batch", LossError)
+    require(callable(count), "count", count, "a function of a batch", LossError)
     return Term(count, _weight(weight), COUNTED)
 
 
 def _weight(weight: float) -> float:
-    refuse_unless(is_number(weight), "weight", weight, "a finite number", LossError)
+    require(is_number(weight), "weight", weight, "a finite number", LossError)
     return weight
 
 
@@ -385,9 +385,9 @@ def _times(value: torch.Tensor, factor: float) -> torch.Tensor:
 
 def _check_loss_sum(loss: Loss, name: str, value: LossSum, factor: TermFactors) -> None:
     is_tensor = isinstance(value.total, torch.Tensor)
-    refuse_unless(is_tensor, f"LossSum.total of term {name!r}", value.total, "a tensor, the sum", LossError)
+    require(is_tensor, f"LossSum.total of term {name!r}", value.total, "a tensor, the sum", LossError)
     is_count = value.count.numel() == 1 if isinstance(value.count, torch.Tensor) else is_number(value.count)
-    refuse_unless(is_count, f"LossSum.count of term {name!r}", value.count, "one finite number", LossError)
+    require(is_count, f"LossSum.count of term {name!r}", value.count, "one finite number", LossError)
     if value.total.dim():
         message = (
             f"LossSum.total of term {name!r} has shape {tuple(value.total.shape)}; it must be one number, the sum."

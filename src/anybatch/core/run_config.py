@@ -76,7 +76,7 @@ class RunConfig:
             message = f"learning_rate={rate!r} must be a finite number above 0."
             raise UserError(message)
         for name, kind in (("learning_rate_rule", ScalingRule), ("precision", PrecisionName)):
-            _refuse_unknown(name, getattr(self, name), get_args(kind))
+            _check_known(name, getattr(self, name), get_args(kind))
         tokens = _ALTERNATIVES[1]
         for first, second in (_ALTERNATIVES[0], tokens[:2], (tokens[0], tokens[2])):
             values = getattr(self, first), getattr(self, second)
@@ -128,7 +128,7 @@ class RunConfig:
         return tuple(f"{name} {before} -> {after}" for name, before, after in pairs if before != after)
 
 
-def _refuse_unknown(name: str, value: object, known: tuple[str, ...]) -> None:
+def _check_known(name: str, value: object, known: tuple[str, ...]) -> None:
     if value is not None and value not in known:
         message = f"{name}={value!r} must be one of {', '.join(map(repr, known))}, or None."
         raise UserError(message)

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final, Self
 
-from anybatch.core.geometry import ceil_div, checked_int, refuse_unless
+from anybatch.core.geometry import ceil_div, checked_int, require
 from anybatch.errors import BatchSizeError, UserError
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def join_schedules(
     parts: list[WarmUp | Cosine] = []
     for part in (first, *rest):
         is_valid = isinstance(part, (WarmUp, Cosine, SequentialSchedule))
-        refuse_unless(is_valid, "schedule", part, "a WarmUp, a Cosine, or a result of join_schedules")
+        require(is_valid, "schedule", part, "a WarmUp, a Cosine, or a result of join_schedules")
         parts.extend(part.parts if isinstance(part, SequentialSchedule) else (part,))
     return SequentialSchedule(tuple(parts))
 

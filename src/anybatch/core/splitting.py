@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from anybatch.core.compatibility import Feature, refuse_compositions
+from anybatch.core.compatibility import Feature, check_combinations
 from anybatch.core.geometry import ceil_div
 from anybatch.errors import BatchSizeError
 
@@ -187,8 +187,8 @@ def plan_shares(share_sizes: tuple[int, ...], split: SplitOptions) -> BatchPlan:
         BatchSizeError: a share ends within a group.
     """
     if split.deal == "fixed":
-        refuse_compositions({Feature.FIXED: "", Feature.RANK_SHARES: ""})
-    _refuse_split_groups(share_sizes, split)
+        check_combinations({Feature.FIXED: "", Feature.RANK_SHARES: ""})
+    _check_groups(share_sizes, split)
     shares: list[tuple[Unit, ...]] = []
     number = start = 0
     for size in share_sizes:
@@ -257,7 +257,7 @@ def _units_of(num_samples: int, size: int, split: SplitOptions) -> tuple[int, ..
     return tuple(sum(groups[start : start + per_unit]) for start in range(0, len(groups), per_unit))
 
 
-def _refuse_split_groups(share_sizes: Sequence[int], split: SplitOptions) -> None:
+def _check_groups(share_sizes: Sequence[int], split: SplitOptions) -> None:
     """Raise a `BatchSizeError` if a share ends within a group."""
     if split.group is None:
         return

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from anybatch.core.geometry import ceil_div, checked_int, is_number, refuse_unless
+from anybatch.core.geometry import ceil_div, checked_int, is_number, require
 from anybatch.core.splitting import BatchPlan, SplitOptions, Unit, plan_of
 from anybatch.errors import BatchSizeError, UserError
 
@@ -113,9 +113,9 @@ def token_budget(
     """
     checked_int("tokens", tokens, error=BatchSizeError)
     is_valid = fixed_tokens is None or (is_number(fixed_tokens) and fixed_tokens >= 0)
-    refuse_unless(is_valid, "fixed_tokens", fixed_tokens, "a number of tokens of at least 0, or None")
+    require(is_valid, "fixed_tokens", fixed_tokens, "a number of tokens of at least 0, or None")
     is_valid = sample_cost is None or callable(sample_cost)
-    refuse_unless(is_valid, "sample_cost", sample_cost, "a function of a length, or None")
+    require(is_valid, "sample_cost", sample_cost, "a function of a length, or None")
     if longer not in ("error", "alone"):
         message = f"{longer=} must be 'error' or 'alone'. To shorten samples, use anybatch.data.Padded(longest=...)."
         raise UserError(message, code="unknown_option")
@@ -130,7 +130,7 @@ def plan_by_length(lengths: SampleLengths, world_size: int, split: SplitOptions,
     "fixed" it is the result for one rank.
     """
     occupied = lengths.occupied_tokens
-    _refuse_longer(lengths, occupied, budget)
+    _check_longest(lengths, occupied, budget)
     costs = _costs(occupied, budget)
     cap = budget.tokens if budget.current_tokens is None else budget.current_tokens
     fixed = FIXED_TOKENS if budget.fixed_tokens is None else budget.fixed_tokens
@@ -151,7 +151,7 @@ def plan_by_length(lengths: SampleLengths, world_size: int, split: SplitOptions,
     return plan_of(len(occupied), tuple(tuple(next(numbered) for _ in share) for share in shares), split, order)
 
 
-def _refuse_longer(lengths: SampleLengths, occupied: Sequence[int], budget: TokenBudget) -> None:
+def _check_longest(lengths: SampleLengths, occupied: Sequence[int], budget: TokenBudget) -> None:
     if budget.longer == "alone":
         return
     longest = max(range(len(occupied)), key=occupied.__getitem__, default=None)

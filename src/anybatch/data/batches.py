@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from anybatch.core.batch import Position
-from anybatch.core.geometry import refuse_unless
+from anybatch.core.geometry import require
 from anybatch.core.schedules import BatchRamp
 from anybatch.data.collate import KnownLengths, Lengths
 from anybatch.data.effective_batch import DatasetBatches, Iteration, OpenSource
@@ -18,7 +18,7 @@ from anybatch.data.streams import (
     OpenStream,
     Shards,
     check_readable,
-    refuse_options,
+    check_stream_options,
     stated_schedule,
     yields_samples,
 )
@@ -32,12 +32,12 @@ class Batches:
     Worker processes belong to the iterator: they end when it is exhausted, closed or dropped.
 
     Attributes:
-        request: the arguments of `batches`.
+        options: the arguments of `batches`.
         schedule: returns the schedule of an epoch; raises a `TypeError` if the number of samples is unknown.
         open: returns a new reader of the data set, with its own workers.
     """
 
-    request: BatchOptions
+    options: BatchOptions
     schedule: Callable[[], SampleSchedule]
     open: Callable[[], OpenSource]
 
@@ -49,21 +49,21 @@ class Batches:
     @property
     def effective_batch_size(self) -> int | BatchRamp:
         """Samples of one optimizer step over all ranks, or a ramp of them."""
-        return self.request.effective_batch_size
+        return self.options.effective_batch_size
 
     @property
     def seed(self) -> int:
         """The seed of the sample order and of the augmentation."""
-        return self.request.seed
+        return self.options.seed
 
     @property
     def start(self) -> Position | None:
         """Position at which an iteration begins; None for the position of the engine that steps its first batch."""
-        return self.request.start
+        return self.options.start
 
     def __iter__(self) -> DatasetBatches:
         """Yield the effective batches from `start` on."""
-        return Iteration(self.open(), self.request).batches()
+        return Iteration(self.open(), self.options).batches()
 
     def __len__(self) -> int:
         """Return the number of optimizer steps of one iteration, from `start` or else from the beginning of the data.
@@ -71,7 +71,7 @@ class Batches:
         Raises:
             TypeError: the number is unknown, for a stream without a length and without `steps`.
         """
-        span = self.request.span
+        span = self.options.span
         return self.schedule().num_steps(span) if span.steps is None else span.steps
 
     @property
@@ -164,9 +164,9 @@ def batches(
             the data set.
         DataError: a data set that is empty or cannot be read, a `start` beyond its end, or contradicting arguments.
     """
-    _refuse_tables(dataset)
+    _check_not_table(dataset)
     for name, value in (("shuffle", shuffle), ("drop_last", drop_last), ("pin_memory", pin_memory)):
-        refuse_unless(value is None or isinstance(value, bool), name, value, "True or False", DataError)
+        require(value is None or isinstance(value, bool), name, value, "True or False", DataError)
     if shuffle and sampler is not None:
         message = "shuffle=True and a sampler both set the order of the samples. Pass one of them."
         raise DataError(message, code="shuffle_and_sampler")
@@ -176,7 +176,7 @@ def batches(
         )
         raise DataError(message, code="sampler_of_a_stream")
     is_indexed = _has_index(dataset)
-    request = BatchOptions(
+    options = BatchOptions(
         effective_batch_size=effective_batch_size,
         # A stream cannot be shuffled, because it has no index.
         shuffle=sampler is None and is_indexed if shuffle is None else shuffle,
@@ -192,13 +192,14 @@ def batches(
         lengths=lengths,
     )
     if not is_indexed:
-        return _of_stream(dataset, request)
-    known = None if lengths is None else KnownLengths(lengths, request.collate, dataset)
-    schedule = checked_schedule(dataset, request)
-    return Batches(request=request, schedule=lambda: schedule, open=partial(OpenIndexed, dataset, schedule, known))
+        return _of_stream(dataset, options)
+    known_lengths = None if lengths is None else KnownLengths(lengths, options.collate, dataset)
+    schedule = checked_schedule(dataset, options)
+    open_source = partial(OpenIndexed, dataset, schedule, known_lengths)
+    return Batches(options=options, schedule=lambda: schedule, open=open_source)
 
 
-def _refuse_tables(dataset: object) -> None:
+def _check_not_table(dataset: object) -> None:
     """Raise a `DataError` for a DataFrame or a dict of columns, where `dataset[i]` is not sample i."""
     message = ""
     if hasattr(dataset, "iloc"):
@@ -216,7 +217,7 @@ def _has_index(dataset: object) -> bool:
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
-def _of_stream(dataset: Any, request: BatchOptions) -> Batches:  # noqa: ANN401 (anything that can be iterated)
+def _of_stream(dataset: Any, options: BatchOptions) -> Batches:  # noqa: ANN401 (anything that can be iterated)
     # Batches of a loader would be grouped into batches of batches.
     if isinstance(dataset, Batches) or (isinstance(dataset, DataLoader) and not yields_samples(dataset)):
         message = (
@@ -236,12 +237,12 @@ def _of_stream(dataset: Any, request: BatchOptions) -> Batches:  # noqa: ANN401 
     else:
         check_readable(dataset, "dataset")
         shards, num_samples = Shards([dataset]), _stated_length(dataset)
-    refuse_options(request, shards.num_shards)
-    known = None if request.lengths is None else KnownLengths(request.lengths, request.collate, None)
+    check_stream_options(options, shards.num_shards)
+    known_lengths = None if options.lengths is None else KnownLengths(options.lengths, options.collate, None)
     return Batches(
-        request=request,
-        schedule=partial(stated_schedule, num_samples, request),
-        open=partial(OpenStream, dataset, shards, request, known),
+        options=options,
+        schedule=partial(stated_schedule, num_samples, options),
+        open=partial(OpenStream, dataset, shards, options, known_lengths),
     )
 
 

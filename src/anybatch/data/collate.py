@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from anybatch.core.geometry import ceil_div, checked_int, refuse_unless
+from anybatch.core.geometry import ceil_div, checked_int, require
 from anybatch.core.token_budget import SampleLengths
 from anybatch.data.random_state import preserved_random_state
 from anybatch.errors import DataError
@@ -289,7 +289,7 @@ class KnownLengths:
 def _listed(lengths: Any, dataset: Any | None) -> list[int]:  # noqa: ANN401 (the user's)
     """Return the user's lengths as a list of whole numbers, one for each sample of a data set."""
     is_valid = hasattr(lengths, "__len__")
-    refuse_unless(is_valid, "lengths", lengths, "a list, the name of a field, or a function of a sample", DataError)
+    require(is_valid, "lengths", lengths, "a list, the name of a field, or a function of a sample", DataError)
     if dataset is None:
         message = (
             "lengths is a list, but samples of a stream have no index. Pass a function of a sample, such as "

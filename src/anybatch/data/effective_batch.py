@@ -41,21 +41,21 @@ class OpenSource(ABC):
 
     Attributes:
         dataset: the data set.
-        request: the arguments of `batches`.
-        known: the lengths of the samples; None if `batches` has no `lengths`.
+        options: the arguments of `batches`.
+        lengths: the lengths of the samples; None if `batches` has no `lengths`.
         num_samples: samples of an epoch; None for a stream.
     """
 
     num_samples: int | None = None
 
-    def __init__(self, dataset: object, request: BatchOptions, known: KnownLengths | None) -> None:
+    def __init__(self, dataset: object, options: BatchOptions, lengths: KnownLengths | None) -> None:
         self.dataset = dataset
-        self.request = request
-        self.known = known
+        self.options = options
+        self.lengths = lengths
 
     def feed(self, batch: StepSamples, units: Sequence[Positions], later_units: LaterUnits | None) -> Iterator[Batch]:
         """Yield the micro-batches (units) of a batch; an `OverEffectiveBatch` collates the batch before it is split."""
-        if not isinstance(self.request.collate, OverEffectiveBatch):
+        if not isinstance(self.options.collate, OverEffectiveBatch):
             keys = unit_keys(batch.start.epoch, batch.sample_ids, units, packed=batch.packed)
             for index, key in enumerate(keys):
                 yield self.load(key, batch, keys[index:], later_units)
@@ -105,18 +105,18 @@ class DatasetBatch:
         sizes: effective batch size, or the sizes of all stages of a ramp; the last batch of an epoch may be smaller.
         number: index of the batch in its iteration, from 0 on.
         iteration: the iteration that yields the batch.
-        known: the samples of the batch; None if they are not determined yet.
+        known_samples: the samples of the batch; None if they are not determined yet.
     """
 
     seed: int
     sizes: tuple[int, ...]
     number: int
     iteration: "Iteration"
-    known: StepSamples | None
+    known_samples: StepSamples | None
 
     def __repr__(self) -> str:
         """Return a description of the batch, without determining its samples."""
-        if self.known is None:
+        if self.known_samples is None:
             span = "the engine's step decides where in the data it begins"
         else:
             start, stop = self.start.sample_offset, self.start.sample_offset + self.num_samples
@@ -141,10 +141,10 @@ class DatasetBatch:
     def lengths(self) -> SampleLengths | None:
         """Lengths of its samples, in the same order; None if `ab.batches` has no `lengths`."""
         samples = self.samples
-        known = samples.source.known
-        if known is None:
+        all_lengths = samples.source.lengths
+        if all_lengths is None:
             return None
-        lengths = known.of(samples.sample_ids, None if samples.loaded is None else samples.loaded.values())
+        lengths = all_lengths.of(samples.sample_ids, None if samples.loaded is None else samples.loaded.values())
         return lengths if samples.packed is None else lengths.in_layout(packed=samples.packed)
 
     @property
@@ -202,7 +202,7 @@ class DatasetBatch:
 
     def in_layout(self, *, packed: bool) -> "DatasetBatch":
         """Return a batch of the same samples that is padded or packed; its collate function is a `PaddedOrPacked`."""
-        return dataclasses.replace(self, known=self.samples._replace(packed=packed))
+        return dataclasses.replace(self, known_samples=self.samples._replace(packed=packed))
 
     def resume_from(self, position: Position, *, is_resumed: bool) -> bool:
         """Move the iteration to the engine's position before its first step; this batch and later ones move too.
@@ -222,7 +222,7 @@ class DatasetBatch:
         """
         moved = self.iteration.moved(self, position, is_resumed=is_resumed)
         if moved is not None:
-            self.known = moved
+            self.known_samples = moved
         return moved is not None
 
     @property
@@ -233,9 +233,9 @@ class DatasetBatch:
     @property
     def samples(self) -> StepSamples:
         """The samples of the batch and their source; the first use determines them."""
-        if self.known is None:
-            self.known = self.iteration.samples_of(self.number)
-        return self.known
+        if self.known_samples is None:
+            self.known_samples = self.iteration.samples_of(self.number)
+        return self.known_samples
 
 
 DatasetBatches = Generator[DatasetBatch, None, None]
@@ -249,33 +249,33 @@ class Iteration:
     epoch. Without an engine, the iteration begins at the beginning of the data.
     """
 
-    def __init__(self, source: OpenSource, request: BatchOptions) -> None:
+    def __init__(self, source: OpenSource, options: BatchOptions) -> None:
         self.source = source
-        self._request = request
-        self._sizes = sizes_of(request.effective_batch_size)
-        self._steps = source.steps(request.span)
-        self._can_move = request.start is None
+        self._options = options
+        self._sizes = sizes_of(options.effective_batch_size)
+        self._steps = source.steps(options.span)
+        self._can_move = options.start is None
         self._newest = -1
         self.is_over = False
         self.dataset = source.dataset
-        self.key = (source.num_samples, request.seed)
+        self.key = (source.num_samples, options.seed)
 
     def batches(self) -> DatasetBatches:
         """Yield the effective batches; workers are shut down when this generator ends."""
         try:
             while True:
-                known: StepSamples | None = None
+                step: StepSamples | None = None
                 # Without a start, yield the first batch unread: it exists, or reading it raises an error.
                 if not (self._can_move and self._newest < 0):
-                    known = next(self._steps, None)
-                    if known is None:
+                    step = next(self._steps, None)
+                    if step is None:
                         return
                 self._newest += 1
                 batch = DatasetBatch(
-                    seed=self._request.seed, sizes=self._sizes, number=self._newest, iteration=self, known=known
+                    seed=self._options.seed, sizes=self._sizes, number=self._newest, iteration=self, known_samples=step
                 )
                 yield batch
-                if known is None and batch.known is None:
+                if step is None and batch.known_samples is None:
                     _ = batch.start  # reads this batch, so that the next read returns the next batch
         finally:
             self.is_over = True
@@ -312,16 +312,16 @@ class Iteration:
         self._steps = self.source.steps(span)
         samples = next(itertools.islice(self._steps, batch.number, None), None)
         if samples is None:  # that epoch has no step left
-            self._steps = self.source.steps(self._request.span_from(Position(span.start.epoch + 1)))
+            self._steps = self.source.steps(self._options.span_from(Position(span.start.epoch + 1)))
             samples = next(self._steps)
         return samples
 
     def _span_from(self, position: Position, *, is_resumed: bool) -> RunRange:
         """Return the range of this iteration for an engine at a position."""
         if is_resumed:
-            return self._request.span_from(position, resumed=True)
+            return self._options.span_from(position, resumed=True)
         # A run of `steps` may end within an epoch, and the next run continues in that epoch. After a loop over epochs
         # that stopped early, the rest of the epoch is skipped.
-        if self._request.steps is None and position.sample_offset:
+        if self._options.steps is None and position.sample_offset:
             position = Position(position.epoch + 1)
-        return self._request.span_from(position)
+        return self._options.span_from(position)

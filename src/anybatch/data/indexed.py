@@ -134,18 +134,18 @@ class SampleSchedule:
 
 
 class OpenIndexed(OpenSource):
-    """The reader of a data set with an index; `known` are the lengths of its samples, which iterations share."""
+    """The reader of a data set with an index; `lengths` are the lengths of its samples, which iterations share."""
 
-    def __init__(self, dataset: Any, schedule: SampleSchedule, known: KnownLengths | None) -> None:  # noqa: ANN401 (torch has no type for it)
-        request = schedule.options
-        super().__init__(dataset, request, known)
+    def __init__(self, dataset: Any, schedule: SampleSchedule, lengths: KnownLengths | None) -> None:  # noqa: ANN401 (torch has no type for it)
+        options = schedule.options
+        super().__init__(dataset, options, lengths)
         self.num_samples = schedule.num_samples
-        self._loader = UnitLoader(dataset, request.collate, request.seed)
+        self._loader = UnitLoader(dataset, options.collate, options.seed)
         self._schedule = schedule
-        self._ordered_steps = _OrderedSteps(schedule, known)
+        self._ordered_steps = _OrderedSteps(schedule, lengths)
         self._workers: Prefetcher | None = None
-        if request.num_workers:
-            self._workers = Prefetcher(self._loader, num_workers=request.num_workers, pin_memory=request.pin_memory)
+        if options.num_workers:
+            self._workers = Prefetcher(self._loader, num_workers=options.num_workers, pin_memory=options.pin_memory)
 
     def steps(self, span: RunRange) -> Iterator[StepSamples]:
         """Yield the samples of each step in a range; raise a `DataError` if the range begins beyond the data."""
@@ -186,10 +186,10 @@ class OpenIndexed(OpenSource):
 
     def load(self, key: UnitKey, batch: StepSamples, keys: Sequence[UnitKey], later_units: LaterUnits | None) -> Batch:
         """Return the micro-batch of `key`, from the workers if there are any."""
-        num_samples, collate = len(key.sample_ids), self.request.collate
+        num_samples, collate = len(key.sample_ids), self.options.collate
         if self._workers is None:
             unit = checked_rows(self._loader(key), num_samples, collate)
-            return pinned(unit) if self.request.pin_memory else unit
+            return pinned(unit) if self.options.pin_memory else unit
         next_keys = functools.partial(self._ordered_steps.keys_from, keys, batch, later_units)
         return checked_rows(self._workers.take(key, next_keys), num_samples, collate)
 
@@ -200,14 +200,14 @@ class _OrderedSteps:
     Workers reference this object and not the source, so that garbage-collecting the source shuts them down.
     """
 
-    def __init__(self, schedule: SampleSchedule, known: KnownLengths | None) -> None:
-        request = schedule.options
+    def __init__(self, schedule: SampleSchedule, lengths: KnownLengths | None) -> None:
+        options = schedule.options
         self._schedule = schedule
-        self._seed = request.seed
-        self._shuffle = request.shuffle
-        self._sampler = request.sampler
-        self._known = known
-        self._is_collated_whole = isinstance(request.collate, OverEffectiveBatch)
+        self._seed = options.seed
+        self._shuffle = options.shuffle
+        self._sampler = options.sampler
+        self._lengths = lengths
+        self._is_collated_whole = isinstance(options.collate, OverEffectiveBatch)
         self.end_epoch: int | None = None
         self.num_left: int | None = None  # remaining steps after the newest batch; None for a run of epochs
         # Weak references, so that the order of an epoch is freed with its last user.
@@ -247,7 +247,7 @@ class _OrderedSteps:
             if self._is_collated_whole:
                 yield UnitKey(start.epoch, sample_ids)
                 continue
-            lengths = None if self._known is None else self._known.of(sample_ids)
+            lengths = None if self._lengths is None else self._lengths.of(sample_ids)
             if lengths is not None and batch.packed is not None:
                 lengths = lengths.in_layout(packed=batch.packed)
             units = later_units(len(sample_ids), lengths)
@@ -268,15 +268,15 @@ class _OrderedSteps:
         return order
 
 
-def checked_schedule(dataset: Any, request: BatchOptions) -> SampleSchedule:  # noqa: ANN401 (torch has no type for it)
+def checked_schedule(dataset: Any, options: BatchOptions) -> SampleSchedule:  # noqa: ANN401 (torch has no type for it)
     """Return the schedule of a data set with an index.
 
     Raises:
         BatchSizeError: a stage of a ramp has larger batches than the data set.
         DataError: there would be no batch, or the start is beyond the data.
     """
-    num_samples, size = len(dataset if request.sampler is None else request.sampler), request.effective_batch_size
-    schedule = SampleSchedule(num_samples, request)
+    num_samples, size = len(dataset if options.sampler is None else options.sampler), options.effective_batch_size
+    schedule = SampleSchedule(num_samples, options)
     if num_samples == 0:
         message = "the data set is empty: len(dataset)=0, and a step needs at least 1 sample. Check its source."
         raise DataError(message, code="empty")
@@ -293,7 +293,7 @@ def checked_schedule(dataset: Any, request: BatchOptions) -> SampleSchedule:  # 
             f"Use drop_last=False, or at most {num_samples}."
         )
         raise DataError(message, code="no_full_batch")
-    _check_start(schedule, request.span.start)
+    _check_start(schedule, options.span.start)
     return schedule
 
 

@@ -92,10 +92,10 @@ def _check_sampler(sampler: Any) -> None:  # noqa: ANN401 (torch's)
     if not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
         message = f"sampler ({type(sampler).__name__}) must yield indices and have a length, as torch's samplers do."
         raise DataError(message, code="not_a_sampler")
-    refuse_own_order(sampler)
+    check_sampler_order(sampler)
 
 
-def refuse_own_order(sampler: Any, generator: torch.Generator | None = None) -> None:  # noqa: ANN401 (torch's)
+def check_sampler_order(sampler: Any, generator: torch.Generator | None = None) -> None:  # noqa: ANN401 (torch's)
     """Raise a `DataError` if a sampler divides samples over ranks, or if a resumed run cannot repeat its order."""
     if isinstance(sampler, DistributedSampler):
         message = (

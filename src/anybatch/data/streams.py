@@ -19,7 +19,7 @@ from anybatch.data.collate import KnownLengths
 from anybatch.data.effective_batch import OpenSource, StepSamples
 from anybatch.data.indexed import SampleSchedule
 from anybatch.data.loading import UnitKey, UnitLoader, checked_rows, pinned
-from anybatch.data.options import BatchOptions, RunRange, refuse_own_order
+from anybatch.data.options import BatchOptions, RunRange, check_sampler_order
 from anybatch.data.prefetch import loader_of, packed, picklable_errors, unpacked
 from anybatch.data.random_state import preserved_random_state, seed_generators
 from anybatch.errors import DataError
@@ -32,7 +32,7 @@ def yields_samples(loader: "DataLoader[Any]") -> bool:
 
 def check_loader(loader: "DataLoader[Any]", *, num_workers: int) -> None:
     """Raise a `DataError` unless a loader yields all of its samples from the beginning, the same on every rank."""
-    refuse_own_order(loader.sampler, loader.generator)
+    check_sampler_order(loader.sampler, loader.generator)
     if num_workers and loader.num_workers:
         message = (
             f"{num_workers=} would run a loader with {loader.num_workers} workers in worker processes, which cannot "
@@ -188,13 +188,13 @@ def _number_of_shards(parts: "Sequence[Iterable[Any]] | Callable[[int], Iterable
     return len(parts)
 
 
-def stated_schedule(num_samples: int | None, request: BatchOptions) -> SampleSchedule:
+def stated_schedule(num_samples: int | None, options: BatchOptions) -> SampleSchedule:
     """Return the schedule of a stream with a length; raise a `TypeError` if it has none."""
     if num_samples is None:
         message = "the number of steps is unknown, because the stream has no length. Pass steps=, or add a __len__."
         raise TypeError(message)  # list() and others expect a TypeError
-    _check_ramp(request.effective_batch_size, Position(1), num_samples)
-    return SampleSchedule(num_samples, request)
+    _check_ramp(options.effective_batch_size, Position(1), num_samples)
+    return SampleSchedule(num_samples, options)
 
 
 class OpenStream(OpenSource):
@@ -207,10 +207,10 @@ class OpenStream(OpenSource):
         DataError: the stream is a loader that cannot be read from its beginning.
     """
 
-    def __init__(self, dataset: object, shards: Shards, request: BatchOptions, known: KnownLengths | None) -> None:
+    def __init__(self, dataset: object, shards: Shards, options: BatchOptions, lengths: KnownLengths | None) -> None:
         if isinstance(dataset, DataLoader):
-            check_loader(dataset, num_workers=request.num_workers)
-        super().__init__(dataset, request, known)
+            check_loader(dataset, num_workers=options.num_workers)
+        super().__init__(dataset, options, lengths)
         self._shards = shards
         self._samples: Generator[StreamSample, None, None] | None = None
 
@@ -231,21 +231,21 @@ class OpenStream(OpenSource):
             num_samples = yield from self._steps_of_epoch(self._samples, start)
             start = Position(start.epoch + 1)
             if start.epoch != end_epoch:
-                _check_ramp(self.request.effective_batch_size, start, num_samples)
+                _check_ramp(self.options.effective_batch_size, start, num_samples)
 
     def _read(self, start: Position) -> Generator[StreamSample, None, None]:
         """Yield all samples of an epoch; with workers, None may replace samples before `start`."""
-        request, num_shards = self.request, self._shards.num_shards
-        if not request.num_workers:
-            for samples in read_rounds(self._shards, range(num_shards), seed=request.seed, epoch=start.epoch):
+        options, num_shards = self.options, self._shards.num_shards
+        if not options.num_workers:
+            for samples in read_rounds(self._shards, range(num_shards), seed=options.seed, epoch=start.epoch):
                 yield from samples
             return
         reader = _ShardReader(
             self._shards,
-            request.seed,
+            options.seed,
             start.epoch,
             rounds_per_chunk=ceil_div(
-                max(sizes_of(request.effective_batch_size)), 2 * num_shards
+                max(sizes_of(options.effective_batch_size)), 2 * num_shards
             ),  # two chunks are in flight, together about one effective batch
             # At most n samples have an id below n, so all of them are before the start, and need not be sent.
             keep_from=start.sample_offset - start.sample_offset % num_shards,
@@ -253,7 +253,7 @@ class OpenStream(OpenSource):
         try:
             # A loader yields the chunks of its workers in turn. Chunks with the same index have different shards of the
             # same rounds: sorted by id, their samples are in the order of a single reader.
-            for _, chunks in itertools.groupby(loader_of(reader, request.num_workers), key=itemgetter(0)):
+            for _, chunks in itertools.groupby(loader_of(reader, options.num_workers), key=itemgetter(0)):
                 samples = [sample for _, chunk in chunks for sample in unpacked(chunk)]
                 yield from sorted(samples, key=itemgetter(0))
         except GeneratorExit:
@@ -263,17 +263,17 @@ class OpenStream(OpenSource):
 
     def _steps_of_epoch(self, stream: Iterator[StreamSample], start: Position) -> Generator[StepSamples, None, int]:
         """Yield the steps of an epoch from `start` on; return the offset of its end, in samples."""
-        request, position = self.request, start
-        sizes = request.effective_batch_size
+        options, position = self.options, start
+        sizes = options.effective_batch_size
         read: list[StreamSample] = []
         while True:
             size = _size_at(sizes, position.epoch, position.sample_offset)
             # Also read the minimum of samples of the next step, to find out whether this step is the last one.
-            minimum = _size_at(sizes, position.epoch, position.sample_offset + size) if request.drop_last else 1
+            minimum = _size_at(sizes, position.epoch, position.sample_offset + size) if options.drop_last else 1
             with preserved_random_state():
                 read += itertools.islice(stream, max(0, size + minimum - len(read)))
             samples, read = read[:size], read[size:]
-            if not samples or (request.drop_last and len(samples) < size):
+            if not samples or (options.drop_last and len(samples) < size):
                 break
             stop = position.sample_offset + len(samples)
             end = Position(start.epoch + 1) if len(read) < minimum else Position(start.epoch, stop)
@@ -286,7 +286,7 @@ class OpenStream(OpenSource):
         if position == Position(start.epoch):
             message = (
                 f"epoch {start.epoch} of the stream yielded {len(samples)} samples, but a step needs "
-                f"{size if request.drop_last else 1}. Let its __iter__ restart in every epoch, or use "
+                f"{size if options.drop_last else 1}. Let its __iter__ restart in every epoch, or use "
                 "drop_last=False."
             )
             raise DataError(message, code="no_full_batch")
@@ -301,9 +301,9 @@ class OpenStream(OpenSource):
     ) -> Batch:
         """Return a micro-batch, whose samples are already loaded."""
         assert batch.loaded is not None
-        unit = UnitLoader(batch.loaded, self.request.collate, self.request.seed)(key)
-        unit = checked_rows(unit, len(key.sample_ids), self.request.collate)
-        return pinned(unit) if self.request.pin_memory else unit
+        unit = UnitLoader(batch.loaded, self.options.collate, self.options.seed)(key)
+        unit = checked_rows(unit, len(key.sample_ids), self.options.collate)
+        return pinned(unit) if self.options.pin_memory else unit
 
 
 def _size_at(sizes: int | BatchRamp, epoch: int, sample_offset: int) -> int:
@@ -338,17 +338,17 @@ def _skip(stream: Iterator[StreamSample], start: Position) -> None:
         raise DataError(message, code="start_beyond_epoch")
 
 
-def refuse_options(request: BatchOptions, num_shards: int) -> None:
+def check_stream_options(options: BatchOptions, num_shards: int) -> None:
     """Raise a `DataError` for a shuffled stream, or more workers than shards."""
-    if request.shuffle:
+    if options.shuffle:
         message = (
             "shuffle=True needs a data set with an index, but this one is a stream. Pass shuffle=False, and shuffle "
             "inside the data set (its set_epoch(epoch) is called if it has one)."
         )
         raise DataError(message, code="shuffled_stream")
-    if request.num_workers > num_shards:
+    if options.num_workers > num_shards:
         message = (
-            f"num_workers={request.num_workers} is more than the {num_shards} shards of the stream. One worker reads "
+            f"num_workers={options.num_workers} is more than the {num_shards} shards of the stream. One worker reads "
             f"each shard: use at most num_workers={num_shards}, or divide the stream with ab.Shards."
         )
         raise DataError(message, code="too_many_workers")

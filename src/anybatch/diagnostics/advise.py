@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from anybatch.core.geometry import refuse_unless
+from anybatch.core.geometry import require
 from anybatch.core.gradient_noise import BatchCost, in_words
 from anybatch.core.learning_rate import noise_gain
 from anybatch.core.records import StepReport
@@ -246,7 +246,7 @@ def advise(
     if isinstance(source, Engine):
         return _advice_from_engine(source, batches, steps)
     is_path = isinstance(source, (str, os.PathLike))
-    refuse_unless(is_path, "source", source, "an engine, or the path of the log of a run")
+    require(is_path, "source", source, "an engine, or the path of the log of a run")
     return _advice_from_log(Path(source))
 
 

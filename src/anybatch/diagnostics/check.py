@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from anybatch.core.geometry import checked_int, refuse_unless
+from anybatch.core.geometry import checked_int, require
 from anybatch.core.loss import Loss, declared, mean_over_samples
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tensors import Gradients, errors_by_parameter, relative_error
@@ -179,9 +179,9 @@ def check(
     """
     num_samples = count_samples(batch)
     checked_int("seed", seed, minimum=None)
-    refuse_unless(norms is None or isinstance(norms, str | Policy), "norms", norms, "the name of a policy, or a policy")
+    require(norms is None or isinstance(norms, str | Policy), "norms", norms, "the name of a policy, or a policy")
     is_valid = micro_batch_sizes is None or isinstance(micro_batch_sizes, Sequence)
-    refuse_unless(is_valid, "micro_batch_sizes", micro_batch_sizes, "a list of sizes, or None")
+    require(is_valid, "micro_batch_sizes", micro_batch_sizes, "a list of sizes, or None")
     for size in micro_batch_sizes or ():
         checked_int("micro_batch_sizes", size, error=BatchSizeError)
     if num_samples < MIN_SAMPLES:

@@ -68,7 +68,7 @@ class MicroBatch(NamedTuple):
 
     unit: Unit
     factors: tuple[TermFactors, ...]
-    turn: Turn
+    turn: Turn  # whether it is the first or the last micro-batch of this rank's step
     seed: int
     key: BatchKey
 
@@ -217,7 +217,7 @@ def accumulate(context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, B
             if total.requires_grad:
                 torch.autograd.backward(total if scale is None else scale(total), inputs=inputs)
             else:
-                _refuse_constant(total, context.strategy.capabilities)
+                _check_has_graph(total, context.strategy.capabilities)
         # 4. Keep the loss values for the report, on the device.
         contributions = [term.detach() for term in terms]
         sums.contributions.append((micro_batch.factors, contributions))
@@ -226,13 +226,14 @@ def accumulate(context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, B
     return sums
 
 
-def _refuse_constant(total: Float[Tensor, ""], needs: Capabilities) -> None:
+def _check_has_graph(total: Float[Tensor, ""], capabilities: Capabilities) -> None:
     """Raise a `LossError` for a loss without a graph. A zero is allowed if the strategy needs no backward."""
     if not torch.is_grad_enabled() or bool(total != 0):
         raise without_graph()
-    if needs.lockstep or needs.prepares_in_forward:
+    if capabilities.lockstep or capabilities.prepares_in_forward:
         message = (
-            f"the loss of a micro-batch is a constant zero, and strategy {needs.name!r} needs a backward in each. "
+            "the loss of a micro-batch is a constant zero, and strategy "
+            f"{capabilities.name!r} needs a backward in each. "
             "Return a zero that depends on the model, such as outputs.sum() * 0, or use strategy='all_reduce'."
         )
         raise LossError(message)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core.compatibility import Feature, PrecisionName, refuse_compositions
-from anybatch.core.geometry import Sizes, checked_int, refuse_unless
+from anybatch.core.compatibility import Feature, PrecisionName, check_combinations
+from anybatch.core.geometry import Sizes, checked_int, require
 from anybatch.core.gradient_noise import GradientNoise
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
@@ -21,21 +21,21 @@ from anybatch.core.splitting import Deal, SplitConstraints
 from anybatch.core.tensors import is_low_precision
 from anybatch.core.torch_internals import BatchNormBase, DropoutBase, is_compiled
 from anybatch.engine.accumulate import KeyedRandomness, Randomness, Rng
-from anybatch.engine.batch_norm import policy_for, refuse_policy
-from anybatch.engine.bf16_weights import Bf16Weights, refuse_bf16_weights
+from anybatch.engine.batch_norm import check_policy, policy_for
+from anybatch.engine.bf16_weights import Bf16Weights, check_bf16_weights
 from anybatch.engine.forward_state import BufferUpdate, BufferUpdates
 from anybatch.engine.micro_batch_size.sizes import MicroBatchSize, RunSizes
 from anybatch.engine.precision import OptimizerFunction, autocast
 from anybatch.engine.schedule import Scheduler, SchedulerFunction
-from anybatch.engine.step_guard import refuse_accumulation_hooks, refuse_hooks_on_shards
+from anybatch.engine.step_guard import check_accumulation_hooks, check_hooks_on_shards
 from anybatch.engine.strategy_choice import choose, with_device_bytes
-from anybatch.engine.updater import refuse_clip
+from anybatch.engine.updater import check_clip
 from anybatch.engine.user_code import Model, captured_parameters
 from anybatch.errors import CompositionError, ParameterError, UserError
 from anybatch.norms import Policy, PolicyName
 from anybatch.norms.layers import batch_norms
 from anybatch.norms.policies import constraints_of
-from anybatch.parallel.replicas import already_sharded, refuse_misplaced
+from anybatch.parallel.replicas import already_sharded, check_placement
 from anybatch.parallel.strategy import Capabilities, Strategy, trainable
 from anybatch.parallel.world import World
 
@@ -73,7 +73,7 @@ class Hardware:
 
     micro_batch_size: MicroBatchSize = "auto"
     accumulation_steps: int | None = None
-    deal: Deal = "balanced"
+    deal: Deal = "balanced"  # how samples or micro-batches are distributed over the ranks
     strategy: str | Strategy = "auto"
     world: World | None = None
 
@@ -91,11 +91,11 @@ _OPTIMIZER = "a torch optimizer, or a function such as lambda named_parameters: 
 _OBSERVER = "an object with a method observe(record), such as ab.JsonlLog(path); for several: Observers(first, second)"
 
 
-def refuse_wrong_types(spec: TrainSpec, hardware: Hardware, observer: Observer | None) -> None:
+def check_types(spec: TrainSpec, hardware: Hardware, observer: Observer | None) -> None:
     """Refuse arguments of a wrong type; values are checked later."""
     if spec.seed is not None:
         checked_int("seed", spec.seed, minimum=None)
-    refuse_clip(spec.clip)
+    check_clip(spec.clip)
     optimizer, world, strategy = spec.optimizer, hardware.world, hardware.strategy
     options: tuple[tuple[str, object, tuple[str, ...]], ...] = (
         ("precision", spec.precision, get_args(PrecisionName)),
@@ -103,15 +103,15 @@ def refuse_wrong_types(spec: TrainSpec, hardware: Hardware, observer: Observer |
         ("deal", hardware.deal, get_args(Deal)),
     )
     for name, value, choices in options:
-        refuse_unless(isinstance(value, str), name, value, f"one of {', '.join(map(repr, choices))}")
+        require(isinstance(value, str), name, value, f"one of {', '.join(map(repr, choices))}")
         if value not in choices:
             message = f"{name}={value!r} must be one of {', '.join(map(repr, choices))}."
             raise UserError(message, code="unknown_word")
     is_observer = callable(getattr(observer, "observe", None)) and not isinstance(observer, type)
     is_strategy = isinstance(strategy, str) or (hasattr(strategy, "capabilities") and not isinstance(strategy, type))
-    refuse_unless(isinstance(optimizer, Optimizer) or callable(optimizer), "optimizer", optimizer, _OPTIMIZER)
-    refuse_unless(observer is None or is_observer, "observer", observer, _OBSERVER)
-    refuse_unless(is_strategy, "strategy", strategy, "a name such as 'ddp', 'auto', or a strategy object")
+    require(isinstance(optimizer, Optimizer) or callable(optimizer), "optimizer", optimizer, _OPTIMIZER)
+    require(observer is None or is_observer, "observer", observer, _OBSERVER)
+    require(is_strategy, "strategy", strategy, "a name such as 'ddp', 'auto', or a strategy object")
     kinds: tuple[tuple[str, object, Any, str], ...] = (
         ("measure_gradient_norm", spec.measure_gradient_norm, bool, "True or False"),
         ("check_loss", spec.check_loss, bool, "True or False"),
@@ -120,7 +120,7 @@ def refuse_wrong_types(spec: TrainSpec, hardware: Hardware, observer: Observer |
         ("world", world, World | None, "an ab.World, or None"),
     )
     for name, value, kind, expected in kinds:
-        refuse_unless(isinstance(value, kind), name, value, expected)
+        require(isinstance(value, kind), name, value, expected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ def check_arguments(
 ) -> CheckedArguments:
     """Refuse arguments that cannot work, and return the checked ones."""
     # Before a strategy replaces parameters, which removes their hooks.
-    refuse_accumulation_hooks(trainable(modules))
+    check_accumulation_hooks(trainable(modules))
     world = with_device_bytes(world)
     make_autocast = autocast(spec.precision, world.device)
     randomness = _randomness(spec.rng, modules, world.device)
@@ -167,22 +167,22 @@ def check_arguments(
     strategy, reason = choose(
         hardware.strategy, spec.optimizer, modules, world, is_allowed, bf16_weights=spec.bf16_weights
     )
-    needs = strategy.capabilities
-    refuse_misplaced(modules, needs)
-    refuse_features(features, spec.optimizer, needs, world, already_sharded=already_sharded(modules))
-    refuse_bf16_weights(spec.bf16_weights, modules, spec.optimizer, needs)
-    _refuse_captured(loss, modules, needs)
-    if needs.replaces_parameters:
-        refuse_hooks_on_shards(trainable(modules))
+    capabilities = strategy.capabilities
+    check_placement(modules, capabilities)
+    check_features(features, spec.optimizer, capabilities, world, already_sharded=already_sharded(modules))
+    check_bf16_weights(spec.bf16_weights, modules, spec.optimizer, capabilities)
+    _check_captured(loss, modules, capabilities)
+    if capabilities.replaces_parameters:
+        check_hooks_on_shards(trainable(modules))
     # Micro-batches must satisfy the BatchNorm policy and the strategy; BatchNorm layers only the policy.
-    sizes = make_sizes(constraints=constraints | needs.constraints)
-    refuse_policy(policy, modules, constraints, needs, searches=_must_search(sizes, hardware))
+    sizes = make_sizes(constraints=constraints | capabilities.constraints)
+    check_policy(policy, modules, constraints, capabilities, searches=_must_search(sizes, hardware))
     buffers = BufferUpdates(spec.buffers or {}, modules, strategy, world)
-    buffers.refuse_with(loss, constraints, needs)
+    buffers.check_with(loss, constraints, capabilities)
     if spec.noise is not None:
-        from anybatch.engine.gradient_noise import refuse_noise  # noqa: PLC0415 (few runs measure it)
+        from anybatch.engine.gradient_noise import check_noise  # noqa: PLC0415 (few runs measure it)
 
-        refuse_noise(spec.noise, loss, features)
+        check_noise(spec.noise, loss, features)
     return CheckedArguments(
         spec=spec,
         loss=loss,
@@ -215,16 +215,16 @@ def _randomness(rng: Rng, modules: nn.Module, device: torch.device) -> Randomnes
     raise UserError(message)
 
 
-def _refuse_captured(loss: Loss, modules: nn.Module, needs: Capabilities) -> None:
+def _check_captured(loss: Loss, modules: nn.Module, capabilities: Capabilities) -> None:
     """Refuse a loss function that uses the model's parameters directly, if the strategy replaces the parameters."""
     names = {id(parameter): name for name, parameter in modules.named_parameters() if parameter.dim()}
-    for variable, parameter in captured_parameters(loss).items() if needs.replaces_parameters else ():
+    for variable, parameter in captured_parameters(loss).items() if capabilities.replaces_parameters else ():
         if id(parameter) in names:
             name = names[id(parameter)]
             message = (
-                f"the loss function uses parameter {name!r} (as {variable!r}), but strategy {needs.name!r} replaces it "
-                f"in the model. The loss would use the old weight, which is not trained. Read model.{name} inside the "
-                "function, or use strategy='zero1'."
+                f"the loss function uses parameter {name!r} (as {variable!r}), but strategy {capabilities.name!r} "
+                "replaces it in the model. The loss would use the old weight, which is not trained. Read "
+                f"model.{name} inside the function, or use strategy='zero1'."
             )
             raise ParameterError(message)
 
@@ -233,8 +233,8 @@ def _is_allowed(
     features: Features, spec: TrainSpec, modules: nn.Module, world: World, capabilities: Capabilities
 ) -> bool:
     try:
-        refuse_features(features, spec.optimizer, capabilities, world)
-        refuse_bf16_weights(spec.bf16_weights, modules, spec.optimizer, capabilities)
+        check_features(features, spec.optimizer, capabilities, world)
+        check_bf16_weights(spec.bf16_weights, modules, spec.optimizer, capabilities)
     except CompositionError:
         return False
     return True
@@ -301,10 +301,10 @@ def features_of_ranks(capabilities: Capabilities, world: World) -> dict[Feature,
     }
 
 
-def refuse_features(
+def check_features(
     features: Features,
     optimizer: Optimizer | OptimizerFunction,
-    needs: Capabilities,
+    capabilities: Capabilities,
     world: World,
     *,
     already_sharded: bool = False,
@@ -313,21 +313,21 @@ def refuse_features(
 
     A model that is `already_sharded` keeps its parameters under any strategy.
     """
-    refuse_compositions({**features_of_ranks(needs, world), **features})
-    if needs.replaces_parameters and not already_sharded and isinstance(optimizer, Optimizer):
+    check_combinations({**features_of_ranks(capabilities, world), **features})
+    if capabilities.replaces_parameters and not already_sharded and isinstance(optimizer, Optimizer):
         message = (
-            f"strategy {needs.name!r} creates new parameters, but this {type(optimizer).__name__} has the old ones, "
-            "so its steps would not change the model. Pass a function instead: "
+            f"strategy {capabilities.name!r} creates new parameters, but this {type(optimizer).__name__} has the old "
+            "ones, so its steps would not change the model. Pass a function instead: "
             f"optimizer=lambda named: torch.optim.{type(optimizer).__name__}(named, lr=...)."
         )
         raise CompositionError(message)
     for is_supported, feature, instead in (
-        (needs.sparse_gradients, Feature.SPARSE, "Build the module with sparse=False"),
-        (needs.float32_accumulation, Feature.LOW_PARAMETERS, "Use float32 parameters with precision='bf16'"),
+        (capabilities.sparse_gradients, Feature.SPARSE, "Build the module with sparse=False"),
+        (capabilities.float32_accumulation, Feature.LOW_PARAMETERS, "Use float32 parameters with precision='bf16'"),
     ):
         if not is_supported and feature in features:
             message = (
-                f"strategy {needs.name!r} does not support {feature.label} ({features[feature]}). {instead}, "
+                f"strategy {capabilities.name!r} does not support {feature.label} ({features[feature]}). {instead}, "
                 "or use another strategy."
             )
             raise CompositionError(message)

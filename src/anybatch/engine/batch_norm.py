@@ -25,7 +25,7 @@ from anybatch.norms.exact import (
     Interceptor,
     blocks_of,
 )
-from anybatch.norms.layers import Ranks, batch_norms, refuse_unfit_layers, tracking_layers
+from anybatch.norms.layers import Ranks, batch_norms, check_supported_layers, tracking_layers
 from anybatch.norms.running_statistics import (
     BufferReader,
     PartialStatistics,
@@ -357,12 +357,12 @@ class BatchNormRunner:
 def policy_for(norms: "Policy | PolicyName | None", modules: nn.Module, world_size: int) -> Policy:
     """Return the policy that the user chose, after a check of the model's layers."""
     policy = policy_of(norms)
-    refuse_unfit_layers(modules, num_ranks=world_size, frozen=isinstance(policy, Freeze))
+    check_supported_layers(modules, num_ranks=world_size, frozen=isinstance(policy, Freeze))
     return policy
 
 
-def refuse_policy(
-    policy: Policy, modules: nn.Module, constraints: SplitConstraints, needs: Capabilities, *, searches: bool
+def check_policy(
+    policy: Policy, modules: nn.Module, constraints: SplitConstraints, capabilities: Capabilities, *, searches: bool
 ) -> None:
     """Raise a `CompositionError` if the policy does not work with this strategy or these layers."""
     if constraints.every_unit and searches:
@@ -371,10 +371,10 @@ def refuse_policy(
             "together. Set micro_batch_size."
         )
         raise CompositionError(message)
-    if constraints.every_unit and needs.lockstep:
+    if constraints.every_unit and capabilities.lockstep:
         message = (
-            f"norms='exact' interleaves micro-batches, but with strategy {needs.name!r} ranks run each micro-batch in "
-            "lockstep. Use strategy='all_reduce', or norms=Exact(method='checkpoint')."
+            f"norms='exact' interleaves micro-batches, but with strategy {capabilities.name!r} ranks run each of them "
+            "in lockstep. Use strategy='all_reduce', or norms=Exact(method='checkpoint')."
         )
         raise CompositionError(message)
     for name, layer in batch_norms(modules).items():

@@ -230,7 +230,7 @@ def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tensors
 
 
-def refuse_bf16_weights(way: Bf16Weights, modules: nn.Module, optimizer: object, strategy: Capabilities) -> None:
+def check_bf16_weights(way: Bf16Weights, modules: nn.Module, optimizer: object, strategy: Capabilities) -> None:
     """Refuse a value of `bf16_weights` that this model, optimizer or strategy does not support.
 
     The table in `core/compatibility.py` refuses other combinations.

@@ -18,8 +18,8 @@ from anybatch.engine.arguments import (
     Hardware,
     TrainSpec,
     check_arguments,
+    check_types,
     features_of_ranks,
-    refuse_wrong_types,
 )
 from anybatch.engine.batch_norm import BatchNormRunner, ranks_of
 from anybatch.engine.checkpoint_saver import CheckpointSaver
@@ -38,7 +38,7 @@ from anybatch.engine.optimizer_memory import (
 )
 from anybatch.engine.parts import Parts, failures_reported
 from anybatch.engine.precision import LossScaler, make_target
-from anybatch.engine.rank_comparison import ReplicaCheck, StepFingerprint, refuse_other_builds
+from anybatch.engine.rank_comparison import ReplicaCheck, StepFingerprint, check_same_build
 from anybatch.engine.schedule import WeightAverage, scheduler_of
 from anybatch.engine.step import StepPlanner, StepRunner, choose_executor
 from anybatch.engine.step_guard import StepGuard
@@ -47,7 +47,7 @@ from anybatch.engine.user_code import captured_parameters, collect_modules, move
 from anybatch.norms.layers import batch_norms
 from anybatch.parallel.dtensors import local_part
 from anybatch.parallel.gradient_buckets import gradient_bytes
-from anybatch.parallel.replicas import refuse_whole_updates
+from anybatch.parallel.replicas import check_whole_updates
 from anybatch.parallel.strategy import Prepared
 from anybatch.parallel.world import World
 
@@ -77,7 +77,7 @@ def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None)
         RanksDifferError: arguments differ between ranks, or only some ranks build an engine.
         RankFailedError: another rank failed to build its engine.
     """
-    refuse_wrong_types(spec, hardware, observer)
+    check_types(spec, hardware, observer)
     loss = declared(spec.loss)
     modules = collect_modules(spec.model, loss)
     # The modules come first, since a single rank runs on the model's device.
@@ -85,7 +85,7 @@ def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None)
     if world.call_tracker is None:
         return _build(check_arguments(spec, hardware, loss, modules, world), observer)
     with failures_reported(world, "ab.Engine", None, undo=lambda: None, barrier=True):
-        refuse_other_builds(spec, hardware, loss, modules, world)
+        check_same_build(spec, hardware, loss, modules, world)
         parts = _build(check_arguments(spec, hardware, loss, modules, world), observer)
         # Wait for all ranks: no rank may begin to train if another one could not build its engine.
         world.gather_numbers((0.0,))
@@ -123,7 +123,7 @@ class _Builder:
         self.prepared = dataclasses.replace(prepared, call=self.guard.call)
         # After the strategy, whose parameters an optimizer function receives.
         self.target = target = make_target(spec.optimizer, prepared.parameters, spec.bf16_weights, spec.seed or 0)
-        refuse_whole_updates(target.optimizer, target.updated)
+        check_whole_updates(target.optimizer, target.updated)
         prepare_for_training(target.optimizer)
         self.scheduler = scheduler_of(spec.scheduler, target.optimizer)
         shard_update = prepared.shard_update

@@ -36,7 +36,7 @@ def loaded_on_all_ranks(path: Path, world: World) -> Iterator[LoadedCheckpoint]:
         return [checkpoint.name for checkpoint in checkpoints]
 
     names = world.run_on_all_ranks(find)
-    _refuse_different([names_on_rank[-1:] for names_on_rank in names], path)
+    _check_same_checkpoint([names_on_rank[-1:] for names_on_rank in names], path)
     # Some ranks may see older checkpoints that other ranks do not see.
     common = tuple(one for one in checkpoints if all(one.name in names_on_rank for names_on_rank in names))
     newest = newest_intact(path, common, partial(_verify_on_all_ranks, world=world))
@@ -47,11 +47,11 @@ def loaded_on_all_ranks(path: Path, world: World) -> Iterator[LoadedCheckpoint]:
             state.update(stack.enter_context(stored_state(newest.path)))
             return [state["num_steps"]]
 
-        _refuse_different(world.run_on_all_ranks(open_state), path)
+        _check_same_checkpoint(world.run_on_all_ranks(open_state), path)
         yield replace(newest, state=state)
 
 
-def _refuse_different(seen: Sequence[Sequence[Any]], path: Path) -> None:
+def _check_same_checkpoint(seen: Sequence[Sequence[Any]], path: Path) -> None:
     """Raise if ranks see different checkpoints; `seen` has the name or step of each rank's newest checkpoint."""
     if any(on_rank != seen[0] for on_rank in seen):
         message = (

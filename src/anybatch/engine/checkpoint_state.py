@@ -14,7 +14,7 @@ from anybatch.checkpoints.structure import TensorPart, read_stored
 from anybatch.checkpoints.tensors import StoredTensor
 from anybatch.core.tree import map_tensors
 from anybatch.data.random_state import host_random_state, restore_host_random_state
-from anybatch.engine.precision import LossScaler, Target
+from anybatch.engine.precision import LossScaler, UpdateTarget
 from anybatch.engine.schedule import Stateful, WeightAverage
 from anybatch.errors import CheckpointError
 from anybatch.parallel.dtensors import is_dtensor
@@ -39,7 +39,7 @@ class StateParts:
 
     modules: nn.Module
     layout: ParameterLayout
-    target: Target
+    target: UpdateTarget
     sharding: UpdateSharding | None
     scaler: LossScaler
     scheduler: Any
@@ -289,7 +289,7 @@ def _check_also_saved(registered: Mapping[str, Stateful], saved: Mapping[str, An
     return [("state_not_taken_up", message)]
 
 
-def _check_optimizer(target: Target, saved: Mapping[str, Any], saved_class: str | None) -> list[Remark]:
+def _check_optimizer(target: UpdateTarget, saved: Mapping[str, Any], saved_class: str | None) -> list[Remark]:
     """Compare optimizers; return a warning if the classes differ but have the same settings."""
     # Compares the sizes of groups, because an optimizer's state identifies parameters only by position.
     sizes = [len(group["params"]) for group in target.optimizer.param_groups]

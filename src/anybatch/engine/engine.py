@@ -25,7 +25,7 @@ from anybatch.engine.build import build
 from anybatch.engine.data_progress import RunProgress
 from anybatch.engine.forward_state import BufferUpdate
 from anybatch.engine.micro_batch_size.sizes import MicroBatchSize
-from anybatch.engine.notifier import ResidentTensors
+from anybatch.engine.notifier import TensorsByCategory
 from anybatch.engine.optimizer_memory import evaluation_weights
 from anybatch.engine.parts import SaveForm
 from anybatch.engine.precision import OptimizerFunction
@@ -211,7 +211,7 @@ class Engine:
         return self._parts.decisions
 
     @property
-    def resident_tensors(self) -> Callable[[], ResidentTensors]:
+    def resident_tensors(self) -> Callable[[], TensorsByCategory]:
         """Function () -> the tensors that stay in memory between steps, by purpose."""
         return self._parts.updater.resident.tensors
 
@@ -237,7 +237,7 @@ class Engine:
             UserError: the engine is closed.
         """
         if self._is_closed:
-            self._refuse_closed()
+            self._raise_closed()
         parts = self._parts
         with parts.failures_reported("engine.step", self.num_steps, needs_whole_update=True):
             # Allocate before the first micro-batch: an update that runs out of memory half-way cannot be undone.
@@ -259,7 +259,7 @@ class Engine:
         A parameter that no rank used has the gradient None. Parameters, optimizer and position do not change.
         """
         if self._is_closed:
-            self._refuse_closed()
+            self._raise_closed()
         parts = self._parts
         with parts.failures_reported("engine.gradients", self.num_steps, needs_whole_update=True):
             summed = parts.runner.run(batch, self.num_steps, self._progress.of(batch, parts.notifier.warn))
@@ -449,9 +449,9 @@ class Engine:
             observer: receives the same records as the engine's observer, after it.
             on_micro_batch: function (micro-batch on its device), called before its forward; its result is ignored.
         """
-        return self._parts.notifier.also(observer, on_micro_batch)
+        return self._parts.notifier.with_observer(observer, on_micro_batch)
 
-    def _refuse_closed(self) -> NoReturn:
+    def _raise_closed(self) -> NoReturn:
         """Refuse to train after `close`, which removes the hooks that reduce gradients."""
         message = (
             f"the engine was closed after step {self.num_steps} and cannot train. "

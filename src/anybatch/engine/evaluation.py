@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from anybatch.core.batch import Placement, Position, lengths_of
-from anybatch.core.geometry import refuse_unless
+from anybatch.core.geometry import require
 from anybatch.core.loss import Loss, LossSum, unit_counts
 from anybatch.core.loss_kinds import ONLY_TERM, name_of
 from anybatch.core.randomness import BatchKey
@@ -83,10 +83,10 @@ def evaluate(
 ) -> tuple[dict[str, float], int]:
     """Return the mean of each metric over all batches and ranks, and the number of samples; see `Engine.evaluate`."""
     is_iterable = isinstance(batches, Iterable) and not isinstance(batches, type)
-    refuse_unless(is_iterable, "batches", batches, "an iterable of batches, such as ab.batches(...)")
+    require(is_iterable, "batches", batches, "an iterable of batches, such as ab.batches(...)")
     is_object = callable(getattr(metric, "update", None)) and callable(getattr(metric, "compute", None))
     has_kind = callable(metric) or isinstance(metric, Loss | OverWholeSet) or is_object
-    refuse_unless(has_kind, "metric", metric, "a declared loss, or a function of (model, batch)")
+    require(has_kind, "metric", metric, "a declared loss, or a function of (model, batch)")
     halving = OomHalving(world.device, on_halved, alone=not context.strategy.capabilities.lockstep)
     runner = _Runner(context, placement, world, halving)
     if isinstance(metric, OverWholeSet):
@@ -124,7 +124,7 @@ def _over_whole_set(metric: OverWholeSet, runner: _Runner, batches: Iterable[Any
 
     def rows(unit: Unit, batch: Batch) -> Any:  # noqa: ANN401 (any nested tensors)
         output = runner.call(metric.function, batch)
-        _refuse_other_rows(output, unit.num_samples)
+        _check_rows(output, unit.num_samples)
         return map_tensors(output, lambda tensor: tensor.detach().cpu())
 
     for number, planned in enumerate(runner.planned(batches)):
@@ -188,7 +188,7 @@ def _for_evaluation(placement: Placement, batch: Any) -> Placement:  # noqa: ANN
     return dataclasses.replace(placement, budget=budget)
 
 
-def _refuse_other_rows(output: object, num_samples: int) -> None:
+def _check_rows(output: object, num_samples: int) -> None:
     tensors = list(tensors_of(output))
     if not tensors or any(not tensor.dim() or len(tensor) != num_samples for tensor in tensors):
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "none"

@@ -56,7 +56,7 @@ class FirstSteps:
     def check_batch(self, batch: Any, planned: PlannedBatch, step: int, *, check_loss: bool) -> None:  # noqa: ANN401
         """Check a planned batch: send the header of the run once, and compare the loss with its declaration."""
         if not self._has_begun:
-            self._refuse_other_rows(batch)
+            self._check_rows(batch)
             # All batch sizes of a ramp (a size that grows during the run), because a later one would end the run.
             self.sizes.check_splittable(getattr(batch, "sizes", ()))
             self._has_begun = True
@@ -104,7 +104,7 @@ class FirstSteps:
             "(running statistics) or norms='sync' (over ranks); norms='keep' accepts this and silences the warning.",
         )
 
-    def _refuse_other_rows(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
+    def _check_rows(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
         """Refuse a mean over samples if samples are packed, so that a micro-batch is one row with several samples."""
         lengths = lengths_of(batch)
         if lengths is None or not lengths.packed:
@@ -131,7 +131,7 @@ _STREAMS_DIFFER = (
 )
 
 
-def refuse_disagreement(batch: Any, planned: PlannedBatch, world: World) -> None:  # noqa: ANN401 (any nested batch)
+def check_agreement(batch: Any, planned: PlannedBatch, world: World) -> None:  # noqa: ANN401 (any nested batch)
     """Refuse the first step on a data set if ranks have different data sets, or the same samples twice."""
     if is_effective_batch(batch):
         # Integers have the same hash in every process, but strings do not.

@@ -75,7 +75,7 @@ class BufferUpdates:
         self._pools = self._matching(chosen, modules)
         self._num_counted = 0
 
-    def refuse_with(self, loss: Loss, constraints: SplitConstraints, needs: Capabilities) -> None:
+    def check_with(self, loss: Loss, constraints: SplitConstraints, capabilities: Capabilities) -> None:
         """Raise a `CompositionError` if a micro-batch runs twice, in parts, or interleaved with other micro-batches."""
         if self._pools and (loss.kind.encode is not None or constraints.every_unit):
             what = "ab.joint" if loss.kind.encode else "norms='exact'"
@@ -85,10 +85,10 @@ class BufferUpdates:
                 "Omit buffers=, and update the buffers outside of the forward, once per step."
             )
             raise CompositionError(message, code="forwards_run_twice")
-        if self._pools and needs.splits_micro_batches:
+        if self._pools and capabilities.splits_micro_batches:
             message = (
-                f"buffers={{{self._pools[0].name!r}: ...}} cannot be combined with strategy {needs.name!r}. It divides "
-                "each micro-batch among replicas, so that a replica's buffer depends on only a part of it. Use "
+                f"buffers={{{self._pools[0].name!r}: ...}} cannot be combined with strategy {capabilities.name!r}. It "
+                "divides each micro-batch among replicas, so that a replica's buffer depends on only a part of it. Use "
                 "strategy='all_reduce' (torchrun)."
             )
             raise CompositionError(message)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from anybatch.core.compatibility import Feature
-from anybatch.core.geometry import refuse_unless
+from anybatch.core.geometry import require
 from anybatch.core.gradient_noise import (
     ALL,
     NUM_MOMENTS,
@@ -35,9 +35,9 @@ from anybatch.parallel.strategy import Prepared
 _NOTHING = nullcontext()
 
 
-def refuse_noise(noise: object, loss: Loss, features: Mapping[Feature, str]) -> None:
+def check_noise(noise: object, loss: Loss, features: Mapping[Feature, str]) -> None:
     """Raise an error if the gradient of a micro-batch is not a sum over independent, random samples."""
-    refuse_unless(isinstance(noise, GradientNoise), "noise", noise, "a GradientNoise, or None")
+    require(isinstance(noise, GradientNoise), "noise", noise, "a GradientNoise, or None")
     reason = ""
     terms = list(loss.kind.terms.values())
     if Feature.BATCH_NORM in features and Feature.NORMS_FREEZE not in features:

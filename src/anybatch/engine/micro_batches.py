@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from anybatch.core.batch import LaterUnits, Placement, Position, Positions, select, select_each
-from anybatch.core.compatibility import Feature, refuse_compositions
+from anybatch.core.compatibility import Feature, check_combinations
 from anybatch.core.loss import Loss, TermFactors, factors_of, unit_counts
 from anybatch.core.randomness import BatchKey, joint_seed, micro_batch_seed
 from anybatch.core.splitting import BatchPlan, SplitConstraints, Unit, plan_shares
@@ -167,7 +167,7 @@ class BatchCounter:
             num_terms = len(self._loss.names)
             counts = [(float(unit.num_samples),) * num_terms for unit in planned.units]
             divisors = (float(planned.plan.num_samples),) * num_terms
-            self._refuse_nothing(planned, divisors)
+            self._check_has_items(planned, divisors)
             self._newest = plan, divisors, self._running_units(planned, counts, divisors)
         return self._newest[1:]
 
@@ -195,9 +195,9 @@ class BatchCounter:
         if needs_probe and any(divisors):
             sums.probe(loaded, counts)
         if constraints.lockstep and any(divisors) and not sums.names:
-            _refuse_idle_rank([int(row[-2]) for row in rows], "no item that the loss counts (all targets masked?)")
+            _check_idle_ranks([int(row[-2]) for row in rows], "no item that the loss counts (all targets masked?)")
             planned, loaded, counts = _fill_empty_units(planned, loaded, counts)
-        self._refuse_nothing(planned, divisors)
+        self._check_has_items(planned, divisors)
         return planned, loaded, counts, divisors
 
     def _running_units(
@@ -222,7 +222,7 @@ class BatchCounter:
             running.append(_RunningUnit(number, unit, known[key], Turn(first=number == first, last=number == last)))
         return running
 
-    def _refuse_nothing(self, planned: PlannedBatch, divisors: tuple[float, ...]) -> None:
+    def _check_has_items(self, planned: PlannedBatch, divisors: tuple[float, ...]) -> None:
         """Raise a `LossError` for a loss that would be 0 / 0."""
         names = self._loss.names
         if not any(divisors):
@@ -257,7 +257,7 @@ def _fill_empty_units(
     )
 
 
-def _refuse_idle_rank(has_items: Sequence[int], lacks: str) -> None:
+def _check_idle_ranks(has_items: Sequence[int], lacks: str) -> None:
     """Raise a `DataError` on every rank if any rank has nothing to run."""
     if all(has_items):
         return
@@ -340,9 +340,9 @@ def _plan_share(share: RankShare, placement: Placement, world: World, start: Pos
         message = "the effective batch is empty: no rank has a sample. End the loop before, as ab.shares does."
         raise BatchSizeError(message, effective_batch_size=0, world_size=world.size)
     if placement.split.lockstep:
-        _refuse_idle_rank(sizes, "no sample")
+        _check_idle_ranks(sizes, "no sample")
     if placement.budget is not None:
-        refuse_compositions({Feature.TOKEN_BUDGET: "", Feature.RANK_SHARES: ""})
+        check_combinations({Feature.TOKEN_BUDGET: "", Feature.RANK_SHARES: ""})
     plan = plan_shares(tuple(sizes), placement.split)
     first = sum(sizes[: placement.rank])
     units = plan.shares[placement.rank]

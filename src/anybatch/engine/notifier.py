@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from anybatch.memory.trace import Category
 
 Level = Literal["info", "warning", "error"]
-ResidentTensors = Mapping["Category", Sequence[torch.Tensor]]
+TensorsByCategory = Mapping["Category", Sequence[torch.Tensor]]
+"""The tensors that stay in memory between steps, by category ("weights", "gradients", ...)."""
 
 
 def num_bytes_of(tensors: Iterable[torch.Tensor]) -> int:
@@ -73,7 +74,7 @@ class Notifier:
         self._num_begun = 0
         self._reductions: list[tuple[int, int, torch.dtype, str]] = []
         self._device = torch.device("cpu")
-        self._resident: Callable[[], ResidentTensors] | None = None
+        self._tensors: Callable[[], TensorsByCategory] | None = None
         self._gradient_bytes = 0
         self._category_bytes: Mapping[str, int] = {}
         self._has_updated = False
@@ -81,14 +82,14 @@ class Notifier:
         self._warned: set[str] = set()
 
     def measure_memory(
-        self, device: torch.device, parameters: Sequence[torch.Tensor], resident: Callable[[], ResidentTensors]
+        self, device: torch.device, parameters: Sequence[torch.Tensor], tensors: Callable[[], TensorsByCategory]
     ) -> None:
         """From now on, report the memory of the rank's device after each step."""
-        self._device, self._resident = device, resident
+        self._device, self._tensors = device, tensors
         self._gradient_bytes = gradient_bytes(parameters)
 
     @contextmanager
-    def also(self, observer: Observer, on_batch: Callable[[Batch], None]) -> Iterator[None]:
+    def with_observer(self, observer: Observer, on_batch: Callable[[Batch], None]) -> Iterator[None]:
         """Within the context, add an observer, and call `on_batch` with each loaded micro-batch."""
         before = self.observers, self._on_batch
         self.observers, self._on_batch = (*self.observers, observer), on_batch
@@ -100,7 +101,7 @@ class Notifier:
     def begin_step(self, step: int, counted: CountedBatch) -> None:
         """Store the step and its batch, which the records of this step contain."""
         self._step, self._counted, self._position, self._num_begun = step, counted, 0, 0
-        if self._resident is not None:
+        if self._tensors is not None:
             begin_peak(self._device)
 
     def timed(self, items: Iterator[tuple[MicroBatch, Batch]]) -> Iterator[tuple[MicroBatch, Batch]]:
@@ -194,12 +195,12 @@ class Notifier:
 
     def _report_memory(self, report: StepReport) -> None:
         """Report the memory of the device, without waiting for it, and warn once if the headroom is used up."""
-        if self._resident is None or (usage := memory_in_use(self._device)) is None:
+        if self._tensors is None or (usage := memory_in_use(self._device)) is None:
             return
         # Measured until the first update has created the optimizer state; later the sizes do not change.
         if not self._has_updated:
             self._has_updated = not report.skipped
-            sizes: dict[str, int] = {name: num_bytes_of(tensors) for name, tensors in self._resident().items()}
+            sizes: dict[str, int] = {name: num_bytes_of(tensors) for name, tensors in self._tensors().items()}
             self._category_bytes = {**sizes, "gradients": max(sizes["gradients"], self._gradient_bytes)}
         self.send(
             MemoryRecord(

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from anybatch.core.torch_internals import state_maker
 from anybatch.core.units import in_bytes
 from anybatch.engine.bf16_weights import Float32Windows
-from anybatch.engine.notifier import ResidentTensors, num_bytes_of
-from anybatch.engine.precision import Target
+from anybatch.engine.notifier import TensorsByCategory, num_bytes_of
+from anybatch.engine.precision import UpdateTarget
 from anybatch.engine.schedule import WeightAverage
 from anybatch.errors import DoesNotFitError
 from anybatch.parallel.gradient_buckets import gradient_bytes
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 def resident_tensors(
-    modules: nn.Module, prepared: Prepared, target: Target, average: WeightAverage | None
-) -> ResidentTensors:
+    modules: nn.Module, prepared: Prepared, target: UpdateTarget, average: WeightAverage | None
+) -> TensorsByCategory:
     """Return the engine's current tensors without the batch, by category.
 
     "weights" includes frozen weights; "optimizer" has the optimizer's state, master weights and averaged weights.
@@ -54,8 +54,8 @@ def resident_tensors(
 class ResidentMemory:
     """Bytes of the tensors that stay in memory between steps, computed in each call."""
 
-    tensors: Callable[[], ResidentTensors]
-    target: Target
+    tensors: Callable[[], TensorsByCategory]
+    target: UpdateTarget
     precision: str
 
     def num_bytes(self) -> dict[str, int]:
@@ -120,7 +120,7 @@ class OptimizerStateMemory:
     the second. The state is bit for bit the state that the optimizer would create.
     """
 
-    target: Target
+    target: UpdateTarget
     world: World
     resident: ResidentMemory
     sharding: UpdateSharding | None

@@ -13,7 +13,7 @@ from torch import nn
 from anybatch.checkpoints import LoadedCheckpoint, SavedCheckpoint, step_of
 from anybatch.checkpoints.structure import read_stored
 from anybatch.core.batch import Position
-from anybatch.core.geometry import refuse_unless
+from anybatch.core.geometry import require
 from anybatch.core.records import StepReport
 from anybatch.core.torch_internals import refused_in_backward
 from anybatch.engine.accumulate import LoopContext
@@ -28,7 +28,7 @@ from anybatch.engine.data_progress import RunProgress
 from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.micro_batch_size.sizes import RunSizes
 from anybatch.engine.notifier import Notifier
-from anybatch.engine.rank_comparison import ReplicaCheck, refuse_other_forms
+from anybatch.engine.rank_comparison import ReplicaCheck, check_same_form
 from anybatch.engine.schedule import Stateful, unsaved_scheduler
 from anybatch.engine.step import StepPlanner, StepRunner
 from anybatch.engine.step_guard import StepGuard
@@ -59,7 +59,7 @@ class SaveForm:
         for name in ("only_trainable", "sharded", "wait"):
             value = getattr(self, name)
             is_valid = isinstance(value, bool) or (name == "sharded" and value is None)
-            refuse_unless(is_valid, name, value, "True or False")
+            require(is_valid, name, value, "True or False")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ class Parts:
 
     def _check_whole_update(self) -> None:
         self._check_saver()
-        self.updater.refuse_interrupted()
+        self.updater.check_not_interrupted()
 
     def collect(
         self, num_steps: int, progress: RunProgress, *, only_trainable: bool, in_parts: bool = False
@@ -153,7 +153,7 @@ class Parts:
             self.notifier.warn("scheduler_not_saved", unsaved)
         in_parts = self.context.prepared.layout.in_parts if form.sharded is None else form.sharded
         with self.failures_reported("engine.save", num_steps, needs_whole_update=True, barrier=True):
-            refuse_other_forms(form, self.world)
+            check_same_form(form, self.world)
             if in_parts and not form.wait and num_processes(self.world) > 1:
                 message = (
                     "engine.save(wait=False) writes whole checkpoints only, and this one is sharded. Use wait=True or "

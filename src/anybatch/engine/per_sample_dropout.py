@@ -34,7 +34,7 @@ class SampleRandomness(KeyedRandomness):
 
     def __init__(self, modules: nn.Module, device: torch.device) -> None:
         super().__init__(device)
-        _refuse_layers(modules)
+        _check_layers(modules)
         self._draws = _Draws(device, self.generators)
 
     def __enter__(self) -> Self:
@@ -123,7 +123,7 @@ class _Draws(TorchFunctionMode):
     def keep(self, what: str, dropped: torch.Tensor, p: float, *, by_channel: bool) -> torch.Tensor:
         """Return the mask of kept elements, of the shape of `dropped`, or (samples, channels, 1, ...) by channel."""
         call = self._next_call()
-        self._refuse_foreign(what, dropped)
+        self._check_sample_axis(what, dropped)
         shape = tuple(dropped.shape)
         rest = shape[1:2] if by_channel else shape[1:]
         groups = shape[0] // self._num_samples
@@ -154,7 +154,7 @@ class _Draws(TorchFunctionMode):
         generator.manual_seed(self._first_seed + call + 1)
         return call
 
-    def _refuse_foreign(self, what: str, dropped: torch.Tensor) -> None:
+    def _check_sample_axis(self, what: str, dropped: torch.Tensor) -> None:
         """Refuse a tensor whose first axis is not the axis of the samples, alone or flattened with other axes."""
         shape, number = tuple(dropped.shape), self._num_samples
         about = f"{what} drops elements of a tensor {shape}"
@@ -188,7 +188,7 @@ class _Draws(TorchFunctionMode):
         return any(not torch.equal(generator.get_state(), state) for generator, state in states)
 
 
-def _refuse_layers(modules: nn.Module) -> None:
+def _check_layers(modules: nn.Module) -> None:
     """Refuse layers with samples in the second axis, and recurrent layers with dropout, before the first forward."""
     for name, module in modules.named_modules():
         layer = f"{type(module).__name__} {name!r}"

@@ -36,7 +36,7 @@ def autocast(precision: PrecisionName, device: torch.device) -> Callable[..., Ab
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class UpdateTarget:
     """The parameters that an optimizer updates, and the model's parameters.
 
     `updated` are the model's `parameters`, float32 master weights, or (with `windows`) float32 copies that exist only
@@ -99,18 +99,18 @@ def make_target(
     parameters: Mapping[str, nn.Parameter],
     bf16_weights: Bf16Weights = "copied",
     seed: int = 0,
-) -> Target:
+) -> UpdateTarget:
     """Return the target of an optimizer, or of the result of a function `named_parameters -> optimizer`.
 
     The function receives float32 master weights instead of bf16 and fp16 parameters, or `windows` instead of bf16 ones.
     """
     originals = tuple(parameters.values())
     if isinstance(optimizer, Optimizer):
-        _refuse_closures(optimizer)
+        _check_no_closure(optimizer)
     low = [parameter for parameter in originals if is_low_precision(parameter)]
     if isinstance(optimizer, Optimizer):
         _check_members(optimizer, parameters)
-        return Target(optimizer, "cast" if low else "direct", originals, originals)
+        return UpdateTarget(optimizer, "cast" if low else "direct", originals, originals)
     windows = None if bf16_weights == "copied" else Float32Windows(originals, way=bf16_weights, seed=seed)
     if windows is None:
         updated = tuple(nn.Parameter(p.detach().float()) if is_low_precision(p) else p for p in originals)
@@ -124,10 +124,10 @@ def make_target(
             "torch.optim.Optimizer, such as lambda named: torch.optim.AdamW(named, lr=1e-3)."
         )
         raise ParameterError(message)
-    _refuse_closures(created)
+    _check_no_closure(created)
     _check_members(created, named)
     update: Update = "direct" if not low else "master_weights" if bf16_weights == "copied" else bf16_weights
-    return Target(created, update, originals, updated, windows)
+    return UpdateTarget(created, update, originals, updated, windows)
 
 
 class LossScaler:
@@ -136,7 +136,7 @@ class LossScaler:
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2; implemented by `torch.amp.GradScaler`.
     """
 
-    def __init__(self, precision: PrecisionName, target: Target, device: torch.device) -> None:
+    def __init__(self, precision: PrecisionName, target: UpdateTarget, device: torch.device) -> None:
         self.enabled = precision == "fp16"
         self._optimizer = target.optimizer
         self._stepped = True
@@ -197,7 +197,7 @@ def _unchanged(loss: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def _refuse_closures(optimizer: Optimizer) -> None:
+def _check_no_closure(optimizer: Optimizer) -> None:
     """Refuse optimizers that compute the loss again during their step: the engine computes one gradient per batch."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     needs_closure = closure is not None and closure.default is closure.empty

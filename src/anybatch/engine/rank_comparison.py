@@ -221,7 +221,7 @@ _MAX_CHARACTERS = 200
 _SIMPLE = (str, int, float, bool, type(None), torch.dtype)
 
 
-def refuse_other_builds(spec: TrainSpec, hardware: Hardware, loss: Loss, modules: nn.Module, world: World) -> None:
+def check_same_build(spec: TrainSpec, hardware: Hardware, loss: Loss, modules: nn.Module, world: World) -> None:
     """Raise an error on all ranks if the arguments of their engines differ.
 
     Functions are compared by name, so different functions with the same name pass.
@@ -238,17 +238,17 @@ def refuse_other_builds(spec: TrainSpec, hardware: Hardware, loss: Loss, modules
     tensors = [*modules.named_parameters(), *modules.named_buffers()]
     texts["model"] = ", ".join(f"{name} {_shape(tensor)}" for name, tensor in tensors)
     texts["trainable"] = ", ".join(name for name, weight in modules.named_parameters() if weight.requires_grad)
-    _refuse_differing("built the engine", texts, world)
+    _check_equal("built the engine", texts, world)
 
 
-def refuse_other_forms(form: object, world: World) -> None:
+def check_same_form(form: object, world: World) -> None:
     """Raise an error on all ranks if they save checkpoints with different options."""
     if world.call_tracker is not None:
         found = {one.name: _text(getattr(form, one.name)) for one in fields(form)}  # type: ignore[arg-type]
-        _refuse_differing("called engine.save", found, world)
+        _check_equal("called engine.save", found, world)
 
 
-def _refuse_differing(act: str, found: Mapping[str, str], world: World) -> None:
+def _check_equal(act: str, found: Mapping[str, str], world: World) -> None:
     rows = world.gather_objects({name: crc32(text.encode()) for name, text in found.items()})
     names = [name for name in rows[0] if any(row.get(name) != rows[0][name] for row in rows)]
     if not names:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core.geometry import refuse_unless
+from anybatch.core.geometry import require
 from anybatch.core.tensors import widened
 from anybatch.core.torch_internals import chained_schedulers, change_each
 from anybatch.errors import UserError
@@ -45,7 +45,7 @@ def scheduler_of(scheduler: "Scheduler | SchedulerFunction | None", optimizer: O
     if scheduler is None:
         return None
     is_valid = callable(scheduler) or hasattr(scheduler, "step")
-    refuse_unless(is_valid, "scheduler", scheduler, "a torch scheduler, a function optimizer -> scheduler, or None")
+    require(is_valid, "scheduler", scheduler, "a torch scheduler, a function optimizer -> scheduler, or None")
     # A class of schedulers also has `step`, but is called with the optimizer like a function.
     made = scheduler if hasattr(scheduler, "step") and not isinstance(scheduler, type) else scheduler(optimizer)
     if not hasattr(made, "step"):

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch.utils.data import DistributedSampler, IterableDataset
 
-from anybatch.core.geometry import checked_int, refuse_unless
+from anybatch.core.geometry import checked_int, require
 from anybatch.core.splitting import even_parts
 from anybatch.core.tree import copied, join_samples, mark_and_count, slice_samples
 from anybatch.engine.micro_batches import RankShare
@@ -43,8 +43,8 @@ def shares(
     """
     if effective_batch_size is not None:
         checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
-    refuse_unless(_is_iterable(loader), "loader", loader, "a loader of batches, such as a DataLoader", DataError)
-    refuse_unless(world is None or isinstance(world, World), "world", world, "an ab.World, or None")
+    require(_is_iterable(loader), "loader", loader, "a loader of batches, such as a DataLoader", DataError)
+    require(world is None or isinstance(world, World), "world", world, "an ab.World, or None")
     _warn_of_duplicates(loader)
     if world is not None:
         yield from _agreed_shares(loader, effective_batch_size, world)

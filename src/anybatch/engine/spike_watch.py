@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from anybatch.core.records import StepReport
 from anybatch.core.spikes import Spike, SpikeDetector, SpikeWatch
 from anybatch.engine.notifier import Notifier
-from anybatch.engine.precision import Target
+from anybatch.engine.precision import UpdateTarget
 from anybatch.engine.schedule import WeightAverage
 from anybatch.engine.updater import HostCopy, Updater
 
@@ -32,7 +32,7 @@ class KeptState:
         self,
         step: int,
         modules: nn.Module,
-        target: Target,
+        target: UpdateTarget,
         average: WeightAverage | None,
         *,
         keep_on: Literal["device", "cpu"],
@@ -66,7 +66,7 @@ class KeptState:
         return copy.deepcopy(value)
 
 
-def _tensors(modules: nn.Module, target: Target, average: WeightAverage | None) -> Iterable[torch.Tensor]:
+def _tensors(modules: nn.Module, target: UpdateTarget, average: WeightAverage | None) -> Iterable[torch.Tensor]:
     """Return the tensors that an update or a forward changes in place; frozen parameters are excluded."""
     tensors = [
         *(parameter for parameter in modules.parameters() if parameter.requires_grad),

@@ -18,7 +18,7 @@ from anybatch.core.torch_internals import change_each, dense_values
 from anybatch.engine.accumulate import LoopContext, Sums, accumulate
 from anybatch.engine.batch_norm import BatchNormRunner, Execute
 from anybatch.engine.data_progress import DataProgress
-from anybatch.engine.first_steps import FirstSteps, refuse_disagreement
+from anybatch.engine.first_steps import FirstSteps, check_agreement
 from anybatch.engine.forward_state import BufferUpdates
 from anybatch.engine.loss_check.check import UncountedSums
 from anybatch.engine.micro_batch_size.oom_retry import InputVersions, OomRetry, OutOfMemory, release_frames
@@ -83,11 +83,11 @@ class StepPlanner:
         num_samples, limit = planned.plan.num_samples, self.sizes.sizes.effective_batch_size
         data_sizes: tuple[int, ...] = getattr(batch, "sizes", ())  # of ab.batches
         if num_samples != (limit or num_samples) or data_sizes not in ((), (num_samples,)):
-            self.sizes.refuse_larger(num_samples)
+            self.sizes.check_batch_size(num_samples)
             self._warn_of_smaller(batch, num_samples, step)
         if not progress.is_stepped and self.world.call_tracker is not None:
             with self.world.call_tracker.comparing("the first samples of a data set"):
-                refuse_disagreement(batch, planned, self.world)
+                check_agreement(batch, planned, self.world)
         if first is not None:
             first.check_batch(batch, planned, step, check_loss=check_loss)
         return self._counter.count(planned, step)
@@ -311,7 +311,7 @@ class StepRunner:
             too_large += (self.retry.retry_smaller_or_raise(outcome, plan, step, too_large),)
             # Only after the abort, because then no rank waits for another one.
             if inputs is not None:
-                inputs.refuse_changed(step, self.world)
+                inputs.check_unchanged(step, self.world)
 
     def _finish_first(self, first: FirstSteps, plan: BatchPlan, step: int, *, is_split: bool) -> None:
         """Finish one of the first steps, and drop `FirstSteps` after the last one."""

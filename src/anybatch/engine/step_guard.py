@@ -74,7 +74,7 @@ class StepGuard:
         self.steps_left = _NUM_STEPS
         self._num_accumulation_hooks = 0
         if num_hooks := num_accumulation_hooks(self._parameters):
-            self._refuse_hooks(num_hooks)
+            self._raise_new_hooks(num_hooks)
 
     def begin_step(self) -> AbstractContextManager[None]:
         """Check the state before a step, and return a context in which its micro-batches run.
@@ -82,10 +82,10 @@ class StepGuard:
         The context can be entered again. It disables the user's hooks on parameters, which `run_hooks` runs later.
         """
         if self._modules is not None and not self._trained.are_unchanged:
-            self._refuse_other_parameters(self._modules)
+            self._raise_other_parameters(self._modules)
         # Strategies have hooks on parameters too, so the hooks are checked only if their number has changed.
         if (num_hooks := num_accumulation_hooks(self._parameters)) != self._num_accumulation_hooks:
-            self._refuse_hooks(num_hooks)
+            self._raise_new_hooks(num_hooks)
         if any(map(operator.is_not, map(_GRADIENT, self._parameters), itertools.repeat(None))):
             self._warn_of_gradients()
         # Only the models themselves: parts of a model, such as a frozen trunk, may be in evaluation mode on purpose.
@@ -95,7 +95,7 @@ class StepGuard:
         self._checks_left = sys.maxsize if self.steps_left else 1
         self._hooks = tensor_hooks(self._parameters)
         if self._hooks and self._modules is None:
-            refuse_hooks_on_shards(dict(zip(self._names, self._parameters, strict=True)))
+            check_hooks_on_shards(dict(zip(self._names, self._parameters, strict=True)))
         self.may_have_hooks = bool(self._hooks) or self._call_tracker is not None
         if self._call_tracker is not None:
             self._call_tracker.has_hooks = bool(self._hooks)
@@ -146,7 +146,7 @@ class StepGuard:
             if gradient is not None and (changed := hook(gradient)) is not None:
                 gradient.copy_(changed)
 
-    def _refuse_other_parameters(self, modules: nn.Module) -> None:
+    def _raise_other_parameters(self, modules: nn.Module) -> None:
         current = TrainableParts(modules)
         if current.ids == self._trained.ids:  # modules changed, trainable parameters did not
             self._trained = current
@@ -169,8 +169,8 @@ class StepGuard:
         )
         raise ParameterError(message, code="other_parameters")
 
-    def _refuse_hooks(self, num_hooks: int) -> None:
-        refuse_accumulation_hooks(dict(zip(self._names, self._parameters, strict=True)))
+    def _raise_new_hooks(self, num_hooks: int) -> None:
+        check_accumulation_hooks(dict(zip(self._names, self._parameters, strict=True)))
         self._num_accumulation_hooks = num_hooks
 
     def _warn_of_evaluation_mode(self) -> None:
@@ -201,7 +201,7 @@ class StepGuard:
         self._notifier.warn("gradients_from_elsewhere", message)
 
 
-def refuse_hooks_on_shards(parameters: Mapping[str, torch.Tensor]) -> None:
+def check_hooks_on_shards(parameters: Mapping[str, torch.Tensor]) -> None:
     """Refuse hooks of `register_hook` under a strategy that shards parameters."""
     names = list(parameters)
     for number, _ in tensor_hooks(list(parameters.values())):
@@ -212,7 +212,7 @@ def refuse_hooks_on_shards(parameters: Mapping[str, torch.Tensor]) -> None:
         raise ParameterError(message, code="hook_on_shard")
 
 
-def refuse_accumulation_hooks(parameters: Mapping[str, torch.Tensor]) -> None:
+def check_accumulation_hooks(parameters: Mapping[str, torch.Tensor]) -> None:
     """Refuse user hooks that run after each accumulation."""
     names = list(parameters)
     for number, hook in accumulation_hooks(list(parameters.values())):

@@ -199,7 +199,7 @@ def gather_outputs(
     with_outputs = [message for message in everyone if message[0] is not None]
     kinds = with_outputs[0][0]
     for other, *_ in with_outputs:
-        _refuse_other_kinds(kinds, other, "on one rank and on another")
+        _check_same_kinds(kinds, other, "on one rank and on another")
     if buffers is None and world.size > 1:  # a rank without micro-batches receives the shapes only now
         try:
             buffers = make_gather_buffers(kinds, sizes, world)
@@ -264,7 +264,7 @@ def _record_outputs(outputs: Outputs, micro_batch: MicroBatch) -> None:
             )
             raise LossError(message)
     kinds = tuple(RowLayout(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors)
-    _refuse_other_kinds(outputs.kinds or kinds, kinds, "for one micro-batch and for another")
+    _check_same_kinds(outputs.kinds or kinds, kinds, "for one micro-batch and for another")
     before = outputs.differentiable or (False,) * len(tensors)
     outputs.kinds = kinds
     outputs.differentiable = tuple(flag or tensor.requires_grad for flag, tensor in zip(before, tensors, strict=True))
@@ -272,7 +272,7 @@ def _record_outputs(outputs: Outputs, micro_batch: MicroBatch) -> None:
         outputs.pieces.append([tensor.detach().clone() for tensor in tensors])
 
 
-def _refuse_other_kinds(first: tuple[RowLayout, ...], other: tuple[RowLayout, ...], where: str) -> None:
+def _check_same_kinds(first: tuple[RowLayout, ...], other: tuple[RowLayout, ...], where: str) -> None:
     if first == other:
         return
     shapes = [", ".join(f"{('samples', *kind.shape)} of {kind.dtype}" for kind in kinds) for kinds in (first, other)]

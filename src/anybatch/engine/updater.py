@@ -10,12 +10,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from anybatch.core.geometry import refuse_unless
+from anybatch.core.geometry import require
 from anybatch.core.records import PhaseName
 from anybatch.core.torch_internals import BufferKeeper, change_each, dense_values
 from anybatch.engine.notifier import Notifier
 from anybatch.engine.optimizer_memory import OptimizerStateMemory, ResidentMemory
-from anybatch.engine.precision import LossScaler, Target
+from anybatch.engine.precision import LossScaler, UpdateTarget
 from anybatch.engine.schedule import Scheduler, SchedulerFunction, StepCounter, WeightAverage, scale_rates, scheduler_of
 from anybatch.engine.step_guard import StepGuard
 from anybatch.errors import DoesNotFitError, HalfUpdatedError, NonFiniteError, UpdateFailedError
@@ -66,11 +66,11 @@ class StepState:
         self._is_kept = False
 
 
-def refuse_clip(clip: object) -> None:
+def check_clip(clip: object) -> None:
     """Raise a `UserError` unless `clip` is a maximum gradient norm, or None."""
     # Infinity is valid: it clips nothing, and measures the norm.
     is_valid = isinstance(clip, (int, float)) and not isinstance(clip, bool) and clip > 0
-    refuse_unless(clip is None or is_valid, "clip", clip, "the maximum gradient norm, a number above 0, or None")
+    require(clip is None or is_valid, "clip", clip, "the maximum gradient norm, a number above 0, or None")
 
 
 _MAX_NAMES = 4
@@ -164,7 +164,7 @@ class Updated(NamedTuple):
 class Updater:
     """Updates parameters from summed gradients."""
 
-    target: Target
+    target: UpdateTarget
     scaler: LossScaler
     clip: float | None
     measures_norm: bool
@@ -258,7 +258,7 @@ class Updater:
         if warning:
             self.notifier.warn("scheduler_stepped_twice", warning)
 
-    def refuse_interrupted(self) -> None:
+    def check_not_interrupted(self) -> None:
         """Raise an `UpdateFailedError` if the last update failed midway."""
         if self.interrupted_by:
             message = (

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from anybatch.core.geometry import refuse_unless
+from anybatch.core.geometry import require
 from anybatch.core.loss import Loss
 from anybatch.core.torch_internals import kept_buffers
 from anybatch.data.random_state import preserved_random_state, seed_generators
@@ -36,7 +36,7 @@ def collect_modules(model: Model, loss: Loss) -> nn.Module:
         if not isinstance(module, nn.Module):
             message = f"model {name!r} is {type(module).__name__}; pass a torch.nn.Module, or a dict of modules."
             raise ParameterError(message)
-        _refuse_wrapped(name, module)
+        _check_unwrapped(name, module)
     for name, function in loss.functions.items():
         if isinstance(function, nn.Module):
             named[name] = function
@@ -104,7 +104,7 @@ def referenced_by(function: Any) -> dict[str, Any]:  # noqa: ANN401 (any callabl
     return objects | {name: argument.default for name, argument in inspect.signature(function).parameters.items()}
 
 
-def _refuse_wrapped(name: str, model: nn.Module) -> None:
+def _check_unwrapped(name: str, model: nn.Module) -> None:
     for inner, module in model.named_modules():
         if isinstance(module, (DataParallel, DistributedDataParallel)):
             where = f"module {inner!r} of model {name!r}" if inner else f"model {name!r}"
@@ -136,7 +136,7 @@ def _is_lazy(module: nn.Module) -> bool:
 
 def checked_path(name: str, value: str | Path) -> Path:
     """Return an argument as a path; refuse other types than text and paths."""
-    refuse_unless(isinstance(value, (str, os.PathLike)), name, value, "the path of a file or folder")
+    require(isinstance(value, (str, os.PathLike)), name, value, "the path of a file or folder")
     return Path(value)
 
 

@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 import torch
 
-from anybatch.core.geometry import checked_int, refuse_unless
+from anybatch.core.geometry import checked_int, require
 from anybatch.core.records import (
     EndRecord,
     EvaluateRecord,
@@ -76,7 +76,7 @@ class JsonlLog(ClosingObserver):
     ) -> None:
         """Open the file and find the next sequence number."""
         checked_int("num_steps_per_flush", num_steps_per_flush)
-        refuse_unless(isinstance(path, (str, os.PathLike)), "path", path, "the path of a file")
+        require(isinstance(path, (str, os.PathLike)), "path", path, "the path of a file")
         self._path = Path(path)
         self._clock = clock
         self._num_steps_per_flush = num_steps_per_flush

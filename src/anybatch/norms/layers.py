@@ -43,7 +43,7 @@ def tracking_layers(modules: nn.Module) -> dict[str, BatchNormBase]:
     return {name: layer for name, layer in batch_norms(modules).items() if layer.running_mean is not None}
 
 
-def refuse_unfit_layers(modules: nn.Module, *, num_ranks: int, frozen: bool) -> None:
+def check_supported_layers(modules: nn.Module, *, num_ranks: int, frozen: bool) -> None:
     """Raise an error for layers that no BatchNorm policy (`norms=`) supports.
 
     With `frozen`, BatchNorm layers normalise by their running statistics.
@@ -222,7 +222,7 @@ def replaced(model: nn.Module, kind: Kind, *, num_groups: int | None = None) -> 
     if kind not in get_args(Kind):
         message = f"{kind=} must be one of {', '.join(map(repr, get_args(Kind)))}."
         raise UserError(message, code="unknown_kind")
-    refuse_unfit_layers(model, num_ranks=1, frozen=True)  # only BatchNorm is replaced
+    check_supported_layers(model, num_ranks=1, frozen=True)  # only BatchNorm is replaced
     copied = copy.deepcopy(model)
     replaced_by: dict[str, str] = {}
     new_of: dict[nn.Module, nn.Module] = {}  # a layer that is used twice stays one layer

@@ -365,7 +365,7 @@ class CallTracker:
         if has_failed and had_failed:
             self._out_of_step = str(here)
             raise self._cause() or AssertionError("a rank publishes its error before it leaves")
-        self._refuse_deadlock(others)
+        self._check_deadlock(others)
         if self._closed_clauses() and (cause := self._cause()):
             raise cause
         return has_failed
@@ -379,7 +379,7 @@ class CallTracker:
         texts = [read_store(f"{_PREFIX}/at/{rank}") for rank in range(self._size) if rank != self._rank]
         return [CallPosition(**json.loads(text)) for text in texts if text]
 
-    def _refuse_deadlock(self, others: Sequence[CallPosition]) -> None:
+    def _check_deadlock(self, others: Sequence[CallPosition]) -> None:
         """Raise a `RanksDifferError` if another rank waits in another world (of `ab.shares`, say) while this one waits.
 
         The other rank would wait forever: this rank has sent its messages for all calls that it has completed.

@@ -80,7 +80,7 @@ class DataParallel(LocalSums):
     ) -> Prepared:
         """Register the parameters, and prepare calls of the model in replicas; refuse modules that cannot be copied."""
         num_replicas, on_cpu = self._num_replicas(world.device), world.device.type == "cpu"
-        _refuse_scripts(modules)
+        _check_no_scripts(modules)
         prepared = super().prepare(modules, model, world, on_reduction)
         how = "one after another on the CPU" if on_cpu else "in threads, as by nn.DataParallel"
         decisions = {
@@ -273,7 +273,7 @@ def _refusal(path: str, what: str) -> str:
     )
 
 
-def _refuse_scripts(modules: nn.Module) -> None:
+def _check_no_scripts(modules: nn.Module) -> None:
     for name, module in modules.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             message = (

@@ -97,7 +97,7 @@ class DDP:
         """Make the replicas equal and wrap the model in DDP; refuse float64 gradients under compression."""
         parameters = trainable(modules)
         if self._compression:
-            _refuse_float64(parameters)
+            _check_no_float64(parameters)
         differed = align_replicas(modules, world, self._initial)
         self._parameters = list(parameters.values())
         self._first_copies = FirstGradientCopies(self._parameters)
@@ -290,7 +290,7 @@ def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Fu
     return result
 
 
-def _refuse_float64(parameters: dict[str, nn.Parameter]) -> None:
+def _check_no_float64(parameters: dict[str, nn.Parameter]) -> None:
     """Raise a `CompositionError` for float64 gradients, which a bf16 message would round to 8 significant bits."""
     for name, parameter in parameters.items():
         if parameter.dtype == torch.float64:

@@ -36,10 +36,10 @@ from anybatch.parallel.sharding import (
     ReduceScatter,
     Sharding,
     ShardingGroup,
-    refuse_gradient_of,
-    refuse_other_sharding,
-    refuse_shards,
-    refuse_unshardable,
+    check_shardable,
+    check_sharding,
+    gradient_check_of,
+    raise_shard_used,
     shard,
     sharded_modules,
     sharding_groups,
@@ -137,7 +137,7 @@ class FSDP:
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
     ) -> Prepared:
         """Shard the model, unless it is sharded already, and let it sum gradients; refuse unsupported models."""
-        _refuse_gloo_on_gpus(world)
+        _check_backend(world)
         gc.collect()  # torch keeps a dropped sharded model in reference cycles, with its memory
         self._world, self._model, self._reduces = world, model, None
         differed: tuple[str, ...] = ()
@@ -145,7 +145,7 @@ class FSDP:
         for module in sharded_modules(modules):
             module.reshard()  # a forward may have left its weights gathered
         if not already_sharded(modules):
-            refuse_unshardable(modules)
+            check_shardable(modules)
             groups = sharding_groups(modules)
             mesh = self._mesh()
             differed = align_replicas(modules, world, self._initial)
@@ -154,7 +154,7 @@ class FSDP:
             for parameter in whole_parameters(modules):
                 parameter.data = parameter.data.to(world.device)
         else:
-            refuse_other_sharding(modules, world)
+            check_sharding(modules, world)
             form += f", by fully_shard over {world.size} ranks"
         self._root = _root_of(modules, model)
         self._modules = sharded_modules(self._root)
@@ -315,12 +315,12 @@ class FSDP:
         except RuntimeError as error:
             # Weights of a block, outside of the block: "aten.mul.Tensor got mixed torch.Tensor and DTensor".
             if "torch.Tensor and DTensor" in str(error):
-                refuse_shards("a weight of a block", error)
+                raise_shard_used("a weight of a block", error)
             raise
         else:
             # Torch would add a scalar, such as a sum over weights, to the rest of the loss, and only then fail.
             if any(isinstance(tensor, DTensor) for tensor in tensors_of(result)):
-                refuse_shards("a weight of a block")
+                raise_shard_used("a weight of a block")
             return result
         finally:
             # Not in an evaluation, where no backward needs the weights.
@@ -346,7 +346,7 @@ class FSDP:
                     name = names[indices[id(parameter)]]
                     # Not a hook on the shard, which FSDP2 or the engine would trigger.
                     node = get_gradient_edge(parameter).node
-                    self._hooks.append(node.register_prehook(refuse_gradient_of(name)))
+                    self._hooks.append(node.register_prehook(gradient_check_of(name)))
                     self._nodes.append(node)  # otherwise garbage-collected
             if not hasattr(module, "set_reduce_scatter_unused_params"):
                 group.reduce_unused()
@@ -447,7 +447,7 @@ def _reset_forward(root: nn.Module) -> None:
         module.reshard()
 
 
-def _refuse_gloo_on_gpus(world: World) -> None:
+def _check_backend(world: World) -> None:
     """Raise a `WorldError` for GPUs whose collectives run over gloo, where FSDP2 segfaults (seen with torch 2.11)."""
     if world.device.type != "cuda" or not world.connected or "nccl" in dist.get_backend_config():
         return

@@ -77,14 +77,14 @@ def already_sharded(modules: nn.Module) -> bool:
     return any(hasattr(module, "set_requires_gradient_sync") for module in modules.modules())
 
 
-def refuse_misplaced(modules: nn.Module, needs: Capabilities) -> None:
+def check_placement(modules: nn.Module, capabilities: Capabilities) -> None:
     """Refuse `DTensor`s: models sharded with `fully_shard` need strategy "fsdp", other `DTensor`s are unsupported."""
     name = next((name for name, parameter in modules.named_parameters() if is_dtensor(parameter)), None)
-    if name is None or (already_sharded(modules) and needs.replaces_parameters):
+    if name is None or (already_sharded(modules) and capabilities.replaces_parameters):
         return
     if already_sharded(modules):
         message = (
-            f"parameter {name!r} is sharded over ranks (a DTensor), but strategy {needs.name!r} needs complete "
+            f"parameter {name!r} is sharded over ranks (a DTensor), but strategy {capabilities.name!r} needs complete "
             "parameters. Use strategy='fsdp', which takes models that were sharded with fully_shard, or pass the "
             "plain model."
         )
@@ -100,7 +100,7 @@ _WHOLE_UPDATES = frozenset({"Adafactor", "Muon", "Shampoo", "SOAP"})
 """Optimizers whose update of an element depends on the other elements of its parameter."""
 
 
-def refuse_whole_updates(optimizer: Optimizer, updated: Sequence[Tensor]) -> None:
+def check_whole_updates(optimizer: Optimizer, updated: Sequence[Tensor]) -> None:
     """Raise a `CompositionError` for an optimizer that needs whole parameters, if some `updated` are sharded."""
     parts = {id(parameter) for parameter in updated if not is_whole(parameter)}
     for each in getattr(optimizer, "optimizers", (optimizer,)):

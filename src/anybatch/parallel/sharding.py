@@ -67,7 +67,7 @@ def sharded_modules(modules: nn.Module) -> list[FSDPModule]:
     return sharded
 
 
-def refuse_other_sharding(modules: nn.Module, world: World) -> None:
+def check_sharding(modules: nn.Module, world: World) -> None:
     """Raise a `ParameterError` if a part of an already sharded model is not sharded over all ranks."""
     groups = [sharded_group(module) for module in sharded_modules(modules)]
     mesh_of = {id(shard): group.mesh for group in groups if group is not None for shard in group.shards}
@@ -89,7 +89,7 @@ def refuse_other_sharding(modules: nn.Module, world: World) -> None:
             raise ParameterError(message)
 
 
-def refuse_unshardable(modules: nn.Module) -> None:
+def check_shardable(modules: nn.Module) -> None:
     """Raise a `ParameterError` for parameters that FSDP2 cannot shard, or that would lose hooks or attributes."""
     for name, parameter in modules.named_parameters():
         kind = type(parameter)
@@ -146,7 +146,7 @@ def sharding_groups(modules: nn.Module) -> tuple[ShardingGroup, ...]:
         groups += [ShardingGroup(name, block, outermost=False) for name, block in blocks.items()]
         if any(True for _ in outer.parameters()):
             groups.append(ShardingGroup(prefix, outer, outermost=True))
-    _refuse_mixed_types(groups)
+    _check_one_type(groups)
     return tuple(groups)
 
 
@@ -184,7 +184,7 @@ def _uses(modules: nn.Module) -> Counter[int]:
     return Counter(id(parameter) for _, parameter in modules.named_parameters(remove_duplicate=False))
 
 
-def _refuse_mixed_types(groups: Sequence[ShardingGroup]) -> None:
+def _check_one_type(groups: Sequence[ShardingGroup]) -> None:
     seen: set[int] = set()
     for group in groups:
         new = {n: p for n, p in group.module.named_parameters() if id(p) not in seen and p.dim() > 0}
@@ -200,7 +200,7 @@ def _refuse_mixed_types(groups: Sequence[ShardingGroup]) -> None:
             raise ParameterError(message)
 
 
-def refuse_shards(name: str, cause: Exception | None = None) -> NoReturn:
+def raise_shard_used(name: str, cause: Exception | None = None) -> NoReturn:
     """Raise a `LossError` for a loss that computes with a shard."""
     message = (
         f"the loss function uses {name} outside of its block under strategy 'fsdp', where each rank holds a shard: "
@@ -210,11 +210,11 @@ def refuse_shards(name: str, cause: Exception | None = None) -> NoReturn:
     raise LossError(message) from cause
 
 
-def refuse_gradient_of(name: str) -> Callable[[object], None]:
+def gradient_check_of(name: str) -> Callable[[object], None]:
     """Return an autograd hook that refuses a loss with direct use of a shard, whose gradient would not be summed."""
 
     def refuse(_: object) -> None:
-        refuse_shards(f"parameter {name!r}")
+        raise_shard_used(f"parameter {name!r}")
 
     return refuse
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from anybatch.core.geometry import checked_int, refuse_unless
+from anybatch.core.geometry import checked_int, require
 from anybatch.errors import RankFailedError, WorldError
 from anybatch.parallel.call_tracker import CallTracker
 from anybatch.parallel.control import (
@@ -64,7 +64,7 @@ class World:
         if checked_int("rank", self.rank, minimum=0, error=WorldError) >= size:
             message = f"rank={self.rank} must be below {size=}: ranks are numbered from 0."
             raise WorldError(message)
-        refuse_unless(isinstance(self.device, torch.device), "device", self.device, "a torch.device", WorldError)
+        require(isinstance(self.device, torch.device), "device", self.device, "a torch.device", WorldError)
         if self.device_bytes is not None:
             checked_int("device_bytes", self.device_bytes, minimum=0, error=WorldError)
         call_tracker = None if self._control is None or size == 1 else self._control.call_tracker

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from anybatch.core.geometry import checked_int, refuse_unless
+from anybatch.core.geometry import checked_int, require
 from anybatch.core.units import HEADROOM, in_bytes
 from anybatch.errors import UserError
 from anybatch.planner.devices import Device, parse_budget
@@ -71,7 +71,7 @@ def budget_of(device: str | int | Device, *, world_size: int = 1, headroom: floa
     elif isinstance(device, Device):
         total_bytes, known = device.memory_bytes, device
     else:
-        refuse_unless(isinstance(device, str), "device", device, "a name, a size such as '24GiB', bytes, or a Device")
+        require(isinstance(device, str), "device", device, "a name, a size such as '24GiB', bytes, or a Device")
         total_bytes, known = parse_budget(device.removeprefix("cpu:"))
     notes: tuple[str, ...] = ()
     if known is not None and known.autocast == "fp16":

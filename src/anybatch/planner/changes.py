@@ -60,7 +60,7 @@ class Change:
     same_step: bool = True  # whether gradient and update stay the same, up to rounding
     apply: Callable[[TrainSpec], TrainSpec] | None = None  # function step -> changed step
     reshape: Callable[[MemoryEnvelope], MemoryEnvelope] | None = None  # old memory -> new memory; replaces a trace
-    recost: Callable[[CostLine], CostLine] | None = None  # changes the costs; None if they stay the same
+    change_costs: Callable[[CostLine], CostLine] | None = None  # changes the costs; None if they stay the same
 
     @property
     def code(self) -> str:
@@ -82,7 +82,7 @@ def sharded_in_bfloat16() -> Strategy:
     return FSDP(Sharding(param_dtype=torch.bfloat16))
 
 
-def shards(train: TrainSpec) -> str | Callable[[], Strategy]:
+def fsdp_strategy(train: TrainSpec) -> str | Callable[[], Strategy]:
     """Return the strategy FSDP2; in bf16 training it gathers weights in bf16 too."""
     return sharded_in_bfloat16 if train.precision == "bf16" else "fsdp"
 
@@ -96,12 +96,12 @@ def strategy_lines(strategy: str | Callable[[], Strategy]) -> tuple[list[str], s
     return before, "strategy=FSDP(Sharding(param_dtype=torch.bfloat16))"
 
 
-def code_of(changes: Sequence[Change], named: str = "", strategy: str | Callable[[], Strategy] = "") -> str:
+def code_of(changes: Sequence[Change], strategy_name: str = "", strategy: str | Callable[[], Strategy] = "") -> str:
     """Return the code for several changes, each below its name, with one engine at the end."""
     parts = [f"# {one.name}\n{one.how}" for one in changes if one.how]
     of_engine = {one.name: one.engine for one in changes if one.engine}
-    if named:
-        before, of_engine[named] = strategy_lines(strategy)
+    if strategy_name:
+        before, of_engine[strategy_name] = strategy_lines(strategy)
         parts += before
     if of_engine:
         parts.append(f"# {', '.join(of_engine)}\n{engine_line(', '.join(dict.fromkeys(of_engine.values())))}")
@@ -124,11 +124,11 @@ def _applied(apply: Callable[[TrainSpec], TrainSpec], make: Callable[[], TrainSp
 
 def all_changes(spec: StepSpec, rank: int = DEFAULT_RANK) -> dict[str, Change]:
     """Return every change that the step does not have yet, by name."""
-    ready, _ = built(spec)
-    found = [*_of_update(ready), *_of_precision(ready), *_of_head(ready), *_of_state(ready)]
+    has_model, (spec, _) = isinstance(spec.train, TrainSpec), built(spec)
+    found = [*_update_changes(spec), *_precision_changes(spec), *_head_changes(spec), *_state_changes(spec)]
     # Modules are changed in place, so each of these changes needs a new model.
-    if not isinstance(spec.train, TrainSpec):
-        found += [*_of_blocks(ready), *_of_weights(ready), *_of_adapters(ready, rank)]
+    if not has_model:
+        found += [*_block_changes(spec), *_weight_changes(spec), *_adapter_changes(spec, rank)]
     return {one.name: one for one in found}
 
 
@@ -181,10 +181,10 @@ def _without_data(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.empty(parameter.shape, dtype=kind, device="meta"))
 
 
-def _of_update(ready: StepSpec) -> list[Change]:
+def _update_changes(spec: StepSpec) -> list[Change]:
     """Return the change to a fused update, which needs no temporaries, if the optimizer supports it."""
     # An existing optimizer cannot be created again with another option.
-    optimizer = None if isinstance(ready.trained.optimizer, Optimizer) else _build_optimizer(ready.trained)
+    optimizer = None if isinstance(spec.trained.optimizer, Optimizer) else _build_optimizer(spec.trained)
     if optimizer is None or any("fused" not in group or group["fused"] for group in optimizer.param_groups):
         return []
     name = type(optimizer).__name__
@@ -206,9 +206,9 @@ def _fused(train: TrainSpec) -> TrainSpec:
     return dataclasses.replace(train, optimizer=fused)
 
 
-def _of_precision(ready: StepSpec) -> list[Change]:
+def _precision_changes(spec: StepSpec) -> list[Change]:
     """Return the changes to autocast in bf16 and in fp16, if the step is in float32 and on an accelerator."""
-    if ready.trained.precision != "fp32" or ready.profile == "cpu":
+    if spec.trained.precision != "fp32" or spec.profile == "cpu":
         return []
     return [
         Change(
@@ -222,16 +222,16 @@ def _of_precision(ready: StepSpec) -> list[Change]:
     ]
 
 
-def _of_blocks(ready: StepSpec) -> list[Change]:
+def _block_changes(spec: StepSpec) -> list[Change]:
     """Return the change to activation checkpointing of repeated blocks, if the model has some."""
-    model = as_module(ready.trained.model)
+    model = as_module(spec.trained.model)
     rows = repeated_blocks(model)
     if not rows or _checkpoints_itself(model):
         return []
     configs = (getattr(one, "config", None) for one in model.modules())
     has_cache = any(getattr(config, "use_cache", False) is True for config in configs)
     # Blocks are found by class, also inside adapters.
-    kinds = dict.fromkeys(ready.called.get(blocks.kind.__name__, blocks.kind.__name__) for blocks in rows)
+    kinds = dict.fromkeys(spec.called.get(blocks.kind.__name__, blocks.kind.__name__) for blocks in rows)
     lines = [
         _AGAIN,
         "for block in model.modules():",
@@ -239,7 +239,7 @@ def _of_blocks(ready: StepSpec) -> list[Change]:
         "        block.forward = partial(again, block.forward)",
     ]
     # A model planned in place of a transformers model (`called`) has no cache, but the user's model has one.
-    if has_cache or ready.called:
+    if has_cache or spec.called:
         lines.append("model.config.use_cache = False")
     how, costs = "\n".join(lines), "each block's forward runs twice"
     return [Change(name="checkpointing", how=how, costs=costs, apply=_checkpointed)]
@@ -268,9 +268,9 @@ def _without_cache(module: nn.Module) -> None:
             one.config = other
 
 
-def _of_weights(ready: StepSpec) -> list[Change]:
+def _weight_changes(spec: StepSpec) -> list[Change]:
     """Return the changes to bf16 weights, with three ways to update them, if the optimizer is a function."""
-    if isinstance(ready.trained.optimizer, Optimizer):
+    if isinstance(spec.trained.optimizer, Optimizer):
         return []
     how = "model.to(torch.bfloat16)  # the optimizer as a function: it gets float32 "
     lower_bits = "updates go to float32 weights, of which the engine keeps the lower 16 bits"
@@ -298,9 +298,9 @@ def _in_bfloat16(way: Bf16Weights, train: TrainSpec) -> TrainSpec:
     return dataclasses.replace(train, bf16_weights=way)
 
 
-def _of_state(ready: StepSpec) -> list[Change]:
+def _state_changes(spec: StepSpec) -> list[Change]:
     """Return the change to 8-bit optimizer state, for Adam on an accelerator."""
-    if ready.profile == "cpu" or optimizer_name(ready.trained) not in {"Adam", "AdamW"}:
+    if spec.profile == "cpu" or optimizer_name(spec.trained) not in {"Adam", "AdamW"}:
         return []
     how = "import bitsandbytes as bnb\noptimizer = lambda named: bnb.optim.AdamW8bit([p for _, p in named], lr=...)"
     return [
@@ -318,15 +318,15 @@ def _with_eight_bits(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     return AdamW8bit([parameter for _, parameter in named])
 
 
-def _of_adapters(ready: StepSpec, rank: int) -> list[Change]:
+def _adapter_changes(spec: StepSpec, rank: int) -> list[Change]:
     """Return the changes that train adapters on a bf16 base, and on a 4-bit base if a library can load one."""
-    module, called = as_module(ready.trained.model), ready.called
+    module, called = as_module(spec.trained.model), spec.called
     has_adapters = any(not parameter.requires_grad for parameter in module.parameters())
     if has_adapters or not linear_layers(module):
         return []
     # Layers in bf16 accept no float32 inputs, such as images.
-    takes_numbers = any(tensor.is_floating_point() for tensor in tensors_of(ready.sample))
-    autocasts = takes_numbers and ready.trained.precision == "fp32"
+    takes_numbers = any(tensor.is_floating_point() for tensor in tensors_of(spec.sample))
+    autocasts = takes_numbers and spec.trained.precision == "fp32"
     costs = "trains other parameters: a product of two narrow matrices added to each linear layer, on a base in bf16"
     lora = Change(
         name=f"LoRA of rank {rank}",
@@ -337,7 +337,7 @@ def _of_adapters(ready: StepSpec, rank: int) -> list[Change]:
         apply=partial(_with_adapters, rank, False, autocasts),  # noqa: FBT003 (`partial`)
     )
     loading = four_bit_lines(module, called)
-    if ready.profile == "cpu" or not loading:
+    if spec.profile == "cpu" or not loading:
         return [lora]
     in_four_bits = dataclasses.replace(
         lora,
@@ -354,12 +354,12 @@ def _with_adapters(rank: int, four_bits: bool, autocasts: bool, train: TrainSpec
     return dataclasses.replace(train, model=model, precision="bf16" if autocasts else train.precision)
 
 
-def _of_head(ready: StepSpec) -> list[Change]:
+def _head_changes(spec: StepSpec) -> list[Change]:
     """Return the change to a chunked loss, if the vocabulary is large."""
-    heads = [one.out_features for one in as_module(ready.trained.model).modules() if isinstance(one, nn.Linear)]
+    heads = [one.out_features for one in as_module(spec.trained.model).modules() if isinstance(one, nn.Linear)]
     # The widest linear layer is the head: vocabularies are larger than any hidden size in use.
     vocabulary = max(heads, default=0)
-    labels = [tensor for tensor in tensors_of(ready.sample) if not tensor.is_floating_point() and tensor.dim() > 1]
+    labels = [tensor for tensor in tensors_of(spec.sample) if not tensor.is_floating_point() and tensor.dim() > 1]
     if vocabulary < _MIN_VOCABULARY or not labels:
         return []
     # Labels have one entry per token; skip floating-point inputs, such as images.
@@ -373,6 +373,6 @@ def _of_head(ready: StepSpec) -> list[Change]:
             how="loss = F.linear_cross_entropy(x, head.weight, targets, options=nn.LinearCrossEntropyOptions())",
             costs="logits are computed twice",
             reshape=lambda envelope: chunked(envelope, vocabulary, num_tokens),
-            recost=lambda costs: with_head_again(costs, vocabulary),
+            change_costs=lambda costs: with_head_again(costs, vocabulary),
         )
     ]

@@ -149,7 +149,7 @@ def _extrapolated(ready: StepSpec) -> Envelopes:
         one = trace_step(ready, low)
     notes = one.notes
     if one.numbers_read or one.truths_read:
-        _refuse_dependence(ready, one)
+        _check_independence(ready, one)
         notes = (*notes, "the step reads values of tensors; in a test its memory did not depend on them")
     other = trace_step(ready, high)
     return Envelopes(
@@ -163,7 +163,7 @@ def _extrapolated(ready: StepSpec) -> Envelopes:
     )
 
 
-def _refuse_dependence(spec: StepSpec, trace: StepTrace) -> None:
+def _check_independence(spec: StepSpec, trace: StepTrace) -> None:
     """Raise `CannotPlanError` if the memory of a step depends on the values that it reads from tensors."""
     m = TRACED[0]
     what = (

@@ -23,8 +23,8 @@ from anybatch.planner.changes import (
     all_changes,
     changed,
     engine_line,
+    fsdp_strategy,
     modules_of,
-    shards,
     single_changes,
     strategy_lines,
 )
@@ -49,15 +49,15 @@ class Fit:
     reserved_bytes: int  # memory that the allocator reserves at that size under the budget
     envelope: MemoryEnvelope  # memory at any size, of the step (first or later) with the higher peak
     on_cpu: bool  # whether the memory belongs to a CPU, which has no caching allocator
-    binds: Binding  # the limit that a larger size would exceed
+    limit: Binding  # the limit that a larger size would exceed
     seconds: StepSeconds | None  # time of a step; None where it cannot be predicted
-    freely_reserved_bytes: int  # memory that the allocator reserves at that size without a limit
-    asked: int | None  # the requested micro-batch size; None for the largest that fits
+    reserved_bytes_without_limit: int  # memory that the allocator reserves at that size without a limit
+    requested_size: int | None  # the requested micro-batch size; None for the largest that fits
 
     @property
     def fits(self) -> bool:
         """Whether the requested micro-batch size fits; without a request, whether one sample fits."""
-        return self.largest >= (self.asked or 1)
+        return self.largest >= (self.requested_size or 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,12 +93,12 @@ def fit_of(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, name: st
     """Return the largest micro-batch that fits, and the split of a rank share; `envelopes` give memory at any size."""
     usable, share, expandable = target.budget.usable_bytes, target.share(spec.world_size), target.expandable_segments
     # A step with one micro-batch (`alone`) needs less memory, since no gradients of earlier ones exist.
-    alone, asked, costs = envelopes.alone, target.micro_batch_size, envelopes.costs
-    if alone is not None and (asked is None or asked >= share) and _largest(alone, target, share) == share:
+    alone, requested, costs = envelopes.alone, target.micro_batch_size, envelopes.costs
+    if alone is not None and (requested is None or requested >= share) and _largest(alone, target, share) == share:
         envelopes = alone
     largest = _largest(envelopes, target, share)
     # If nothing fits, plan one sample, to show how much memory is missing.
-    size = even_size(share, max(1, largest)) if asked is None else min(asked, share)
+    size = even_size(share, max(1, largest)) if requested is None else min(requested, share)
     # The first step also allocates the optimizer's state, and may need more than all later ones.
     envelope = max((envelopes.steady, envelopes.first), key=lambda one: one.peak_bytes(size))
     reserved = freely = envelopes.reserved_bytes(size, expandable=expandable)
@@ -115,11 +115,11 @@ def fit_of(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, name: st
         reserved_bytes=reserved,
         envelope=envelope,
         on_cpu=envelopes.profile == "cpu",
-        binds=envelopes.binding(largest, usable, share),
+        limit=envelopes.binding(largest, usable, share),
         # The time to gather sharded weights is unknown.
         seconds=None if envelopes.sharded else target.seconds(costs, size, spec.world_size),
-        freely_reserved_bytes=freely,
-        asked=None if asked is None else size,
+        reserved_bytes_without_limit=freely,
+        requested_size=None if requested is None else size,
     )
 
 
@@ -160,7 +160,7 @@ def reshaped(envelopes: Envelopes, change: Change) -> Envelopes:
         envelopes,
         steady=change.reshape(envelopes.steady),
         first=change.reshape(envelopes.first),
-        costs=envelopes.costs if change.recost is None else change.recost(envelopes.costs),
+        costs=envelopes.costs if change.change_costs is None else change.change_costs(envelopes.costs),
         alone=None if envelopes.alone is None else reshaped(envelopes.alone, change),
     )
 
@@ -170,7 +170,7 @@ def _sharded(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: 
     found = []
     try:
         if spec.world_size > 1 and not envelopes.sharded:
-            found += [_under(spec, "zero1", target, "ZeRO-1"), _fsdp(spec, target)]
+            found += [_plan_with_strategy(spec, "zero1", target, "ZeRO-1"), _fsdp(spec, target)]
         # Propose more devices only if nothing fits on the planned number.
         if not fits and not any(one.fits for one in found):
             found += _smallest_world(spec, target)
@@ -183,7 +183,8 @@ def _smallest_world(spec: StepSpec, target: PlanTarget) -> list[Fit]:
     """Plan FSDP, with checkpointing if possible, over the smallest sufficient number of devices."""
     checkpointed = all_changes(spec).get("checkpointing")
     spec, _ = built(changed(spec, [] if checkpointed is None else [checkpointed]))
-    smallest = smallest_world(dataclasses.replace(spec, strategy=shards(spec.trained)), target.budget.usable_bytes)
+    sharded = dataclasses.replace(spec, strategy=fsdp_strategy(spec.trained))
+    smallest = smallest_world(sharded, target.budget.usable_bytes)
     if smallest is None:
         return []
     fit = _fsdp(dataclasses.replace(spec, world_size=smallest), target)
@@ -211,7 +212,7 @@ def smallest_world(spec: StepSpec, budget_bytes: int, *, max_ranks: int = 1024) 
     return None
 
 
-def _under(spec: StepSpec, strategy: str | Callable[[], Strategy], target: PlanTarget, name: str) -> Fit:
+def _plan_with_strategy(spec: StepSpec, strategy: str | Callable[[], Strategy], target: PlanTarget, name: str) -> Fit:
     """Plan the step under another strategy."""
     spec = dataclasses.replace(spec, strategy=strategy)
     before, argument = strategy_lines(strategy)
@@ -221,7 +222,7 @@ def _under(spec: StepSpec, strategy: str | Callable[[], Strategy], target: PlanT
 
 def _fsdp(spec: StepSpec, target: PlanTarget) -> Fit:
     spec, _ = built(spec)
-    return _under(spec, shards(spec.trained), target, "FSDP")
+    return _plan_with_strategy(spec, fsdp_strategy(spec.trained), target, "FSDP")
 
 
 def best_first(fits: Iterable[Fit]) -> list[Fit]:
@@ -270,13 +271,13 @@ class Answer:
     tried: tuple[Combination, ...]  # all planned combinations, in order, including the answer
 
 
-def find_combination(spec: StepSpec, target: PlanTarget, *, precision_is_open: bool) -> Answer:
+def find_combination(spec: StepSpec, target: PlanTarget, *, may_change_precision: bool) -> Answer:
     """Return the fastest combination that fits, at the level closest to the requested step."""
     known, tried = all_changes(spec), list[Combination]()
-    rounded = _named(known, f"{target.autocast} autocast") if precision_is_open else ()
-    for level in _levels(spec, known, rounded):
-        for strategy, way in _strategies(spec, level):
-            found = _combinations(dataclasses.replace(spec, strategy=way), target, level, strategy)
+    autocast = _named(known, f"{target.autocast} autocast") if may_change_precision else ()
+    for level in _levels(spec, known, autocast):
+        for name, strategy in _strategies(spec, level):
+            found = _combinations(dataclasses.replace(spec, strategy=strategy), target, level, name)
             tried += found
             if fitting := [one for one in found if one.fits]:
                 best = simplest_of_the_fastest(fitting)
@@ -284,17 +285,17 @@ def find_combination(spec: StepSpec, target: PlanTarget, *, precision_is_open: b
     return Answer(best=None, tried=tuple(tried))
 
 
-def _levels(spec: StepSpec, known: Mapping[str, Change], rounded: tuple[Change, ...]) -> Iterator[tuple[Change, ...]]:
+def _levels(spec: StepSpec, known: Mapping[str, Change], autocast: tuple[Change, ...]) -> Iterator[tuple[Change, ...]]:
     """Yield the changes of each level, the smallest change of the requested step first."""
     yield ()
-    if rounded:
-        yield rounded
-    bf16 = _named(known, "bf16 autocast") if rounded else ()
-    in_bf16 = rounded == bf16 if rounded else built(spec)[0].trained.precision == "bf16"
+    if autocast:
+        yield autocast
+    bf16 = _named(known, "bf16 autocast") if autocast else ()
+    in_bf16 = autocast == bf16 if autocast else built(spec)[0].trained.precision == "bf16"
     split, stochastic, eight_bit = "bf16 weights, split", "bf16 weights, rounded stochastically", "8-bit AdamW"
     for names in ((split,), (eight_bit,), (stochastic,), (stochastic, eight_bit)):
         if all(name in known and (in_bf16 or name == eight_bit) for name in names):
-            yield (*rounded, *_named(known, *names))
+            yield (*autocast, *_named(known, *names))
     for name in known:
         if name.startswith("LoRA"):  # its base is in bf16 on every device
             yield (*bf16, known[name])
@@ -368,7 +369,7 @@ def _planned(
         memory = envelopes if chunk is None else reshaped(envelopes, chunk)
         fit, every = fit_of(step, memory, target), changes if chunk is None else (*changes, chunk)
         if not fit.fits:
-            samples = f"{fit.asked} samples take" if fit.asked else "one sample takes"
+            samples = f"{fit.requested_size} samples take" if fit.requested_size else "one sample takes"
             why = f"{samples} {in_bytes(fit.reserved_bytes)} of {in_bytes(max(0, usable))}"
             found.append(combination(changes=every, fit=fit, why=why))
             continue
@@ -406,4 +407,4 @@ def _strategies(spec: StepSpec, level: tuple[Change, ...]) -> list[tuple[str, st
     if spec.world_size == 1 or spec.strategy != "auto":
         return [("", spec.strategy)]
     ready, _ = built(changed(spec, level))
-    return [("all_reduce", "all_reduce"), ("ZeRO-1", "zero1"), ("FSDP", shards(ready.trained))]
+    return [("all_reduce", "all_reduce"), ("ZeRO-1", "zero1"), ("FSDP", fsdp_strategy(ready.trained))]

@@ -51,7 +51,7 @@ class Plan:
         changes: the step with each proposed change, the fastest first.
         notes: notes for the user about the plan.
         seconds: time that planning took.
-        asked: changes requested by the user and included in the step.
+        requested: changes that the user has requested, included in the step.
         answer: the combination of changes that fits, if requested.
     """
 
@@ -66,7 +66,7 @@ class Plan:
     changes: tuple[Fit, ...]
     notes: tuple[str, ...]
     seconds: float
-    asked: tuple[Change, ...] = ()
+    requested: tuple[Change, ...] = ()
     answer: Answer | None = None
 
     @property
@@ -109,7 +109,7 @@ class Plan:
         lines = [
             f"{self.name}: {self.num_parameters:,} parameters, {self.optimizer}, {self.precision}",
             f"on {self.batch.world_size} x {self.budget}, {self.batch.num_samples:,} samples a step",
-            *(f"with {change.name}: {change.costs}" for change in self.asked),
+            *(f"with {change.name}: {change.costs}" for change in self.requested),
             "",
             *_rows(**self.summary()),
             *_time(self),
@@ -172,11 +172,11 @@ def _fitting(plan: Plan) -> dict[str, str]:
 def _bound(plan: Plan) -> str:
     """Format the limit that a larger micro-batch would exceed."""
     fit, usable = plan.baseline, plan.budget.usable_bytes
-    if fit.binds == "batch":
+    if fit.limit == "batch":
         return ", which is all there is for a rank"
-    if fit.binds == "allocator":
+    if fit.limit == "allocator":
         return f": tensors would leave room for {fit.envelope.largest(usable)}, the allocator's rounding does not"
-    what = "the optimizer's step" if fit.binds == "optimizer step" else "tensors"
+    what = "the optimizer's step" if fit.limit == "optimizer step" else "tensors"
     return (
         f": one more would take {in_bytes(fit.envelope.peak_bytes(fit.largest + 1))} for {what}, of {in_bytes(usable)}"
     )
@@ -289,7 +289,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "num_parameters": plan.num_parameters,
         "optimizer": plan.optimizer,
         "precision": plan.precision,
-        "asked": [change.name for change in plan.asked],
+        "asked": [change.name for change in plan.requested],
         "device": {
             "name": None if budget.device is None else budget.device.name,
             "total_bytes": budget.total_bytes,
@@ -299,16 +299,16 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "world_size": plan.batch.world_size,
         "effective_batch_size": plan.batch.num_samples,
         "fits": plan.fits,
-        "baseline": _of_fit(plan.baseline),
+        "baseline": _fit_as_json(plan.baseline),
         "bytes_by_purpose": dict(plan.bytes_by_purpose()),
-        "changes": [{"name": one.name, "how": one.how, **_of_fit(one)} for one in plan.changes],
-        "answer": None if best is None else _of_combination(best),
-        "tried": [] if plan.answer is None else [_of_combination(one) for one in plan.answer.tried],
+        "changes": [{"name": one.name, "how": one.how, **_fit_as_json(one)} for one in plan.changes],
+        "answer": None if best is None else _combination_as_json(best),
+        "tried": [] if plan.answer is None else [_combination_as_json(one) for one in plan.answer.tried],
         "notes": [*budget.notes, *plan.notes],
     }
 
 
-def _of_combination(one: Combination) -> dict[str, Any]:
+def _combination_as_json(one: Combination) -> dict[str, Any]:
     return {
         "changes": [change.name for change in one.changes],
         "strategy": one.strategy or None,
@@ -316,18 +316,18 @@ def _of_combination(one: Combination) -> dict[str, Any]:
         "costs": {change.name: change.costs for change in one.changes if change.costs},
         "how": code_of(one.changes, one.strategy, one.spec.strategy),
         "why_not": one.why or None,
-        **({} if one.fit is None else _of_fit(one.fit)),
+        **({} if one.fit is None else _fit_as_json(one.fit)),
     }
 
 
-def _of_fit(fit: Fit) -> dict[str, Any]:
+def _fit_as_json(fit: Fit) -> dict[str, Any]:
     seconds = fit.seconds
     return {
         "fits": fit.fits,
         "micro_batch_size": fit.micro_batch_size,
         "accumulation_steps": fit.accumulation_steps,
         "largest": fit.largest,
-        "binds": fit.binds,
+        "binds": fit.limit,
         "peak_bytes": fit.peak.num_bytes,
         "tensor_bytes": fit.peak.num_bytes,
         "reserved_bytes": fit.reserved_bytes,
@@ -380,8 +380,8 @@ def make_plan(
     name: str = "",
     proposals: bool = True,
     fit: bool = False,
-    precision_is_open: bool = False,
-    asked: Sequence[Change] = (),
+    may_change_precision: bool = False,
+    requested: Sequence[Change] = (),
     micro_batch_size: int | None = None,
     expandable_segments: bool = False,
 ) -> Plan:
@@ -404,11 +404,11 @@ def make_plan(
         expandable_segments=expandable_segments,
     )
     envelopes = envelopes_of(ready, target)
-    for change in asked:
+    for change in requested:
         envelopes = envelopes if change.reshape is None else reshaped(envelopes, change)
     baseline = fit_of(spec, envelopes, target)
     changes = propose(spec, envelopes, target, fits=baseline.fits) if proposals and not fit else []
-    answer = find_combination(spec, target, precision_is_open=precision_is_open) if fit else None
+    answer = find_combination(spec, target, may_change_precision=may_change_precision) if fit else None
     split = SplitOptions(micro_batch_size=baseline.micro_batch_size)
     shown = ("strategy", "sharding", "reduction") if spec.world_size > 1 else ()
     return Plan(
@@ -421,7 +421,7 @@ def make_plan(
         batch=plan_batch(effective_batch_size, spec.world_size, split),
         baseline=baseline,
         changes=tuple(best_first(changes)),
-        asked=tuple(asked),
+        requested=tuple(requested),
         answer=answer,
         notes=(
             *([] if reason is None else [f"the model could not be created on the meta device: {reason}"]),

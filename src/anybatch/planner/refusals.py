@@ -24,7 +24,7 @@ from anybatch.parallel.strategy import Strategy
 from anybatch.planner.torch_internals import known_operations, operation
 
 
-def refuse_strategy(strategy: str | Callable[[], Strategy]) -> None:
+def check_strategy(strategy: str | Callable[[], Strategy]) -> None:
     """Reject strategies that use several devices in one process, since a trace sees only one."""
     if strategy == "data_parallel" or (callable(strategy) and strategy().capabilities.splits_micro_batches):
         message = (
@@ -34,7 +34,7 @@ def refuse_strategy(strategy: str | Callable[[], Strategy]) -> None:
         raise CannotPlanError(message)
 
 
-def refuse_undescribed(modules: nn.Module) -> None:
+def check_described(modules: nn.Module) -> None:
     """Reject layers whose kernels keep memory that a trace does not show."""
     for name, module in modules.named_modules():
         if isinstance(module, nn.RNNBase):
@@ -50,7 +50,7 @@ MAX_OPERATIONS = 200_000
 """Maximum operations of a traced step: more would take many minutes. GPT-2 XL has 13,500."""
 
 
-def refuse_long_loop(num_operations: int) -> None:
+def check_loop_length(num_operations: int) -> None:
     """Reject a step with too many operations, such as a model that loops over tokens in Python."""
     if num_operations > MAX_OPERATIONS:
         message = (

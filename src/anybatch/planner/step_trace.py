@@ -29,9 +29,9 @@ from anybatch.planner.fake_tensor_cache import FakeLedger, fake_mode
 from anybatch.planner.refusals import (
     HostReads,
     as_planning_errors,
-    refuse_long_loop,
-    refuse_strategy,
-    refuse_undescribed,
+    check_described,
+    check_loop_length,
+    check_strategy,
     untraced_features,
 )
 from anybatch.planner.step_spec import StepSpec, as_module, built, fake_batch, fake_twin
@@ -83,7 +83,7 @@ def trace_step(
         CannotPlanError: the step cannot run without data.
         UserError: the engine rejects the spec.
     """
-    refuse_strategy(spec.strategy)
+    check_strategy(spec.strategy)
     spec, _ = built(spec)
     # The user's functions are not copied; `trial_run` lets them detect that this is not a real run.
     with fake_ranks(spec.world_size, spec.device_bytes) as world, warnings.catch_warnings(), trial_run():
@@ -162,7 +162,7 @@ class _TwinRun:
         self.modules = collect_modules(self._model, self._loss)
         # Plan for training even if the user's model is in eval mode; this changes only the copy.
         self.modules.train()
-        refuse_undescribed(self.modules)
+        check_described(self.modules)
         self._engine: Engine | None = None
         self.first_event = 0
         self.sharded = False
@@ -257,7 +257,7 @@ class _TwinRun:
 
     def _operation(self, *seen: Any) -> None:  # noqa: ANN401 (passed on)
         self._num_operations += 1
-        refuse_long_loop(self._num_operations)
+        check_loop_length(self._num_operations)
         if self._recorder is not None:
             self._recorder(*seen)
 

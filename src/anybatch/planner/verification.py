@@ -89,7 +89,7 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification
         planned_bytes=fit.peak.num_bytes,
         measured_bytes=found.timeline.peak_bytes if allocator is None else allocator.peak_bytes,
         # No memory limit is set in this run, so compare it with the prediction without a limit.
-        planned_reserved_bytes=None if allocator is None else fit.freely_reserved_bytes,
+        planned_reserved_bytes=None if allocator is None else fit.reserved_bytes_without_limit,
         measured_reserved_bytes=None if allocator is None else allocator.reserved_bytes,
         outside_bytes=outside,
         too_large=too_large,

@@ -21,7 +21,7 @@ from anybatch.engine.accumulate import Rng
 from anybatch.engine.arguments import TrainSpec
 from anybatch.engine.bf16_weights import Bf16Weights
 from anybatch.engine.schedule import Scheduler
-from anybatch.engine.updater import refuse_clip
+from anybatch.engine.updater import check_clip
 from anybatch.engine.user_code import Model
 from anybatch.errors import BatchSizeError, DataError, LossError, ParameterError, UserError
 from anybatch.metrics import Metric
@@ -120,7 +120,7 @@ class Job:
             _check_function("Job", "collate", self.collate, "(samples)", DataError)
         if self.scheduler is not None:
             _check_function("Job", "scheduler", self.scheduler, "(optimizer, num_steps)", ParameterError)
-        refuse_clip(self.clip)
+        check_clip(self.clip)
         for name, kind in (("evaluate", Evaluation), ("defaults", RunConfig)):
             value = getattr(self, name)
             if not isinstance(value, kind) and not (name == "evaluate" and value is None):

@@ -101,7 +101,7 @@ class RunFolder:
         """Return the log of a rank."""
         return self.path / (f"events-rank-{rank}.jsonl" if rank else "events.jsonl")
 
-    def refuse_used(self) -> None:
+    def check_unused(self) -> None:
         """Raise `UserError` if the folder has content, so that a new run cannot mix with it."""
         if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
             return

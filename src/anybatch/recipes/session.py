@@ -169,7 +169,7 @@ def _claim(folder: RunFolder, stack: contextlib.ExitStack, *, resume: bool) -> R
     """Lock the folder until `stack` closes; return the header of the run to resume."""
     header = folder.read() if resume else None
     if header is None:
-        folder.refuse_used()
+        folder.check_unused()
     stack.enter_context(folder.locked())
     return header
 
@@ -310,7 +310,7 @@ class _Session:
     def _steps_per_evaluation(self) -> int | None:
         """Return the steps between evaluations of a run shorter than an epoch; None: evaluate at the end of epochs."""
         # A run of whole epochs is never shorter than one; with a growing batch size, epochs differ in their steps.
-        if self._rest is None or self._num_steps is None or self._rest.request.epochs is not None:
+        if self._rest is None or self._num_steps is None or self._rest.options.epochs is not None:
             return None
         try:
             epoch = self._rest.steps_per_epoch

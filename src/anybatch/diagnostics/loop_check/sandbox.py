@@ -105,7 +105,7 @@ def _serve(pipe: Connection, work: Callable[[], Any], folder: Path) -> None:
         save(content, file, *args, **kwargs)
 
     vars(torch).update(save=audited_save)  # it opens files in C++, which Python does not audit
-    sys.addaudithook(partial(_refuse_changes, folder.parent))
+    sys.addaudithook(partial(_block_changes, folder.parent))
     value, error = None, None
     try:
         value = work()
@@ -117,7 +117,7 @@ def _serve(pipe: Connection, work: Callable[[], Any], folder: Path) -> None:
     pipe.close()
 
 
-def _refuse_changes(root: Path, event: str, args: tuple[Any, ...]) -> None:
+def _block_changes(root: Path, event: str, args: tuple[Any, ...]) -> None:
     """Audit hook: refuse changes outside of `root`, new programs, and connections to other machines."""
     # The target of a link is not changed, only the path of the link.
     changed = args[1:] if event == "os.symlink" else args

@@ -309,12 +309,12 @@ class UncountedSums:
         elif isinstance(value, torch.Tensor) and not value.dim():
             mean = float(value.detach())
             if mean and not count and math.isfinite(mean):
-                self._refuse_mean(name, mean)
+                self._check_not_mean(name, mean)
             return False
         # A mean over no items, multiplied by its count of 0, is NaN too.
         return isinstance(value, torch.Tensor) and bool(torch.isfinite(value).all())
 
-    def _refuse_mean(self, name: str, value: float) -> None:
+    def _check_not_mean(self, name: str, value: float) -> None:
         message = (
             f"the loss function returned {value:.4g} for term {name!r} on a micro-batch without items (count 0). A "
             "mean over no items is NaN, so it is divided by something else, such as max(count, 1), and its weight in "

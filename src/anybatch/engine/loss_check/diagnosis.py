@@ -32,8 +32,8 @@ Cause = Literal[
     "unknown",
 ]
 
-_FITS = {torch.float64: 1e-6}
-_FITS_NARROW = 2e-3
+_TOLERANCES = {torch.float64: 1e-6}
+_NARROW_TOLERANCE = 2e-3
 _CLEARLY = 50.0
 _MIN_DIFFERENCE = 2e-4
 _SHARES_SHOWN = 3
@@ -180,12 +180,12 @@ class _Parts(NamedTuple):
 
     whole: Tensor
     table: Tensor
-    fits: float
+    tolerance: float
 
     def add_up(self, factors: Sequence[float], within: float = 10.0) -> bool:
         """Return whether the pieces, with these factors, add up to the whole."""
         total = self.table @ torch.tensor(factors, dtype=self.table.dtype, device=self.table.device)
-        return float((total - self.whole).norm()) <= within * self.fits * float(self.whole.norm())
+        return float((total - self.whole).norm()) <= within * self.tolerance * float(self.whole.norm())
 
 
 def _mean(runs: LossRuns, verdict: Verdict) -> Diagnosis | None:
@@ -195,7 +195,7 @@ def _mean(runs: LossRuns, verdict: Verdict) -> Diagnosis | None:
     # A piece with a count of 0 may have other items, over which the loss may be a mean.
     parted = [runs.gradient([piece]) if any(runs.counts(piece)) else runs.plain_gradient(piece) for piece in pieces]
     columns = _columns([whole, *parted])
-    parts = _Parts(columns[:, 0], columns[:, 1:], _FITS.get(runs.narrowest, _FITS_NARROW))
+    parts = _Parts(columns[:, 0], columns[:, 1:], _TOLERANCES.get(runs.narrowest, _NARROW_TOLERANCE))
     term = next(name for name, one in loss.kind.terms.items() if one.weight)
     counts = [runs.counts(piece)[loss.names.index(term)] for piece in pieces]
     declared = [1.0 if loss.kind.terms[term].is_sum else count / (sum(counts) or 1.0) for count in counts]
@@ -228,7 +228,7 @@ def _other_mean(parts: _Parts, sizes: Sequence[int], declared: Sequence[float], 
         return None
     shown, expected = (", ".join(f"{one:.3g}" for one in some[:_SHARES_SHOWN]) for some in (shares, declared))
     fault = f"it has another divisor: pieces of {listed(sizes)} samples have the weights {shown} instead of {expected}."
-    if abs(sum(shares) - 1.0) < _CLEARLY * parts.fits:
+    if abs(sum(shares) - 1.0) < _CLEARLY * parts.tolerance:
         counted = _declaration("counted", "count=lambda batch: class_weights[batch['label']].sum()", term)
         return Diagnosis("other_items", fault, f"Declare {counted}, with its divisor (class weights?) as the count.")
     remedy = "Return ab.LossSum(total, count), the sum before any division and the number of its items."

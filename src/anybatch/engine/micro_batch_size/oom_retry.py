@@ -185,7 +185,7 @@ class InputVersions:
         self._tensors = [tensor for tensor in tensors_of(batch) if not tensor.is_inference()]
         self._before = num_changes(self._tensors, _DETECTION)
 
-    def refuse_changed(self, step: int, world: World) -> None:
+    def check_unchanged(self, step: int, world: World) -> None:
         """Refuse to repeat a step whose first attempt has changed its batch."""
 
         def refuse() -> None:
@@ -200,10 +200,10 @@ class InputVersions:
         world.run_on_all_ranks(refuse)
 
 
-def why_impossible(prepared: Prepared, needs: Capabilities, constraints: SplitConstraints, world: World) -> str:
+def why_impossible(prepared: Prepared, capabilities: Capabilities, constraints: SplitConstraints, world: World) -> str:
     """Return why a step cannot be repeated after an out-of-memory error, as a clause; empty if it can be."""
     if prepared.abort is None:
-        return f"strategy {needs.name!r} cannot abort a step (strategy='all_reduce' can)"
+        return f"strategy {capabilities.name!r} cannot abort a step (strategy='all_reduce' can)"
     if world.size > 1 and constraints.syncs_in_forward:
         return (
             "BatchNorm layers with statistics over all ranks make ranks wait for each other in every forward (with "

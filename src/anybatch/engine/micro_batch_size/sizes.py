@@ -87,7 +87,7 @@ class RunSizes:
         self.sizes = sizes
         self.placement = Placement(split, self._world.size, self._world.rank, budget, packed=bool(sizes.packed))
 
-    def refuse_larger(self, num_samples: int) -> None:
+    def check_batch_size(self, num_samples: int) -> None:
         """Raise a `BatchSizeError` if a batch has more samples than `Engine(effective_batch_size=...)`."""
         limit = self.sizes.effective_batch_size
         if limit is not None and num_samples > limit:
@@ -106,7 +106,7 @@ class RunSizes:
     def check_splittable(self, sizes: Iterable[int]) -> None:
         """Raise a `BatchSizeError` for the first effective batch size that is too large or cannot be split."""
         for size in sizes:
-            self.refuse_larger(size)
+            self.check_batch_size(size)
             plan_batch(size, self._world.size, self.placement.split)
 
     def settle(self, batch: Any, trial: TrialParts, position: Position) -> FoundSize:  # noqa: ANN401
@@ -262,7 +262,7 @@ class RunSizes:
     def _choose(self, batch: Any, trial: TrialParts, position: Position) -> FoundSize:  # noqa: ANN401
         """Return the size to use: all samples of a rank's share, the largest that fit, or the fastest size."""
         first = _FirstBatch(batch, self._world, position)
-        self.refuse_larger(first.num_in_batch)
+        self.check_batch_size(first.num_in_batch)
         lockstep = trial.context.strategy.capabilities.lockstep
         is_whole = lockstep and not self.raises_out_of_memory
         reason = "ranks run in lockstep" if is_whole else self._why_not_timed(trial, first)

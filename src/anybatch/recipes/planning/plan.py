@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from anybatch.core.compatibility import PrecisionName
-from anybatch.core.geometry import ceil_div, checked_int, refuse_unless
+from anybatch.core.geometry import ceil_div, checked_int, require
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.torch_internals import outside_modes
@@ -150,8 +150,8 @@ def plan(
         name=subject.name,
         proposals=proposals,
         fit=fit,
-        precision_is_open=is_open,
-        asked=requested,
+        may_change_precision=is_open,
+        requested=requested,
         micro_batch_size=micro_batch_size,
         expandable_segments=expandable_segments,
     )
@@ -221,7 +221,7 @@ def _check(arguments: Mapping[str, Any]) -> None:
         is_none = value is None and expected.endswith("None")
         is_function = callable(value) and "function" in expected
         is_flag = isinstance(value, bool) and bool not in types
-        refuse_unless(is_none or is_function or (isinstance(value, types) and not is_flag), name, value, expected)
+        require(is_none or is_function or (isinstance(value, types) and not is_flag), name, value, expected)
 
 
 def _copied(train: TrainSpec) -> TrainSpec:
@@ -282,7 +282,7 @@ def planned_largest(
         Function (batch, num_samples) -> size, at least 1. It raises `PlanError` if the step cannot be planned.
     """
     free = HEADROOM if headroom is None else headroom
-    refuse_unless(0.0 <= free < 1.0, "headroom", free, "from 0 to below 1, or None")
+    require(0.0 <= free < 1.0, "headroom", free, "from 0 to below 1, or None")
 
     def largest(batch: Batch, num_samples: int) -> int:
         target = _accelerator_or_cpu() if device is None else device

@@ -51,7 +51,7 @@ class LossTerms:
     function: Callable[[nn.Module, Samples], Mapping[str, Tensor]]
     terms: tuple[LossTerm, ...]
 
-    def whole(self, model: nn.Module, samples: Samples) -> Tensor:
+    def whole_batch_loss(self, model: nn.Module, samples: Samples) -> Tensor:
         """Return the loss of an un-split batch; the gradient of every split must be equal to its gradient."""
         means = self.function(model, samples)
         counted = [term.weight * means[term.name] for term in self.terms if term.count(samples)]
@@ -77,7 +77,7 @@ class Case:
         """Return the exact gradient of each effective batch, from one forward and backward of the whole batch."""
         samples = self.samples()
         return [
-            gradients_of(self.model(), partial(self.loss.whole, samples=part))
+            gradients_of(self.model(), partial(self.loss.whole_batch_loss, samples=part))
             for part in parts(samples, self.effective_batch_size)
         ]
 
