@@ -1,5 +1,6 @@
 """The claims: rules with several verdicts, numbers in texts and cards, reproducible recordings."""
 
+import inspect
 import json
 import string
 from collections.abc import Mapping
@@ -36,3 +37,22 @@ def test_a_recording_matches_its_claim(name: str) -> None:
 
 def _as_floats(numbers: Mapping[str, Any]) -> dict[str, Any]:
     return {name: {**number, "value": plain(float(number["value"]))} for name, number in numbers.items()}
+
+
+def test_forecasts_are_named_as_such() -> None:
+    """A claim is a forecast if and only if its numbers come from the model of `anybatch scale --forecast`."""
+    forecasts = {name for name, claim in CLAIMS.items() if claim.is_forecast}
+    from_model = {name for name, claim in CLAIMS.items() if '"forecasts")' in inspect.getsource(claim.measure)}
+
+    assert forecasts == from_model
+    assert not any("measured" in CLAIMS[name].how.lower() for name in forecasts)
+    assert {name for name in CLAIMS if recording(f"claims_{name}")["data"].get("forecast")} == forecasts
+
+
+def test_one_machine_is_not_any_hardware() -> None:
+    """Whatever is measured on one machine, the claim about any hardware is never simply true."""
+    claim = CLAIMS["on_cpus"]
+
+    assert claim.rule({"gradient_error": 0.0, "memory_ratio": 0.1}) == "only_if"
+    assert claim.rule({"gradient_error": 1e-3, "memory_ratio": 0.1}) == "false"
+    assert "true" not in claim.texts

@@ -221,9 +221,10 @@ def test_failing_run(play: Play) -> None:
 
 @pytest.mark.parametrize(("seconds", "paused", "code"), [(121.0, False, "time"), (601.0, True, "paused")])
 def test_time_is_limited(play: Play, seconds: float, paused: bool, code: str) -> None:
-    """A run ends after 120 seconds of running, or 600 seconds of pause."""
+    """A run ends after 120 seconds of running, or 600 seconds of pause; the page knows the limit beforehand."""
 
     async def scene(desk: Desk) -> None:
+        assert json.loads(desk.stream.status)["limit"] == 120
         run = await desk.begin("endless", paused=paused)
         desk.now += seconds
         assert (await desk.until("failed", run))["code"] == code

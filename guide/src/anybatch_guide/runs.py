@@ -307,7 +307,8 @@ class Runs:
 
     def _publish_status(self) -> None:
         run = self._run if self._state == "running" else None
-        status: dict[str, Any] = {"worker": self._state, "run": None, "paused": False, "skipped": self._num_skipped}
+        status: dict[str, Any] = {"worker": self._state, "run": None, "paused": False}
+        status |= {"skipped": self._num_skipped, "limit": self._limits.wall_seconds}
         if run is not None:
             status |= {"run": run.id, **run.request, "paused": run.is_paused}
         self._stream.publish("status", status)

@@ -90,8 +90,8 @@ def test_a_run_equals_the_library(guide: Watched) -> None:
     button(part, "Train").click()
     expect(steps(part)).to_have_text("12")
     expect(button(part, "Train")).to_be_enabled()
-    expect(part.locator("figure .chip").first).to_contain_text("live")
-    part.locator("figure summary", has_text="Data table").click()
+    expect(part.locator("figure .mark").first).to_contain_text("live")
+    part.locator("figure .mark").first.click()
     shown = [float(text) for text in part.locator("figure tbody td:nth-of-type(1)").all_inner_texts()]
 
     assert shown == pytest.approx(run(setting, lambda _: None)["losses"], rel=5.1e-4)  # four digits are shown
@@ -156,8 +156,10 @@ def test_memory_runs_out(guide: Watched, kib: int, told: str, judged: str) -> No
 def test_a_figure_runs_live(guide: Watched) -> None:
     """The figure shows live data, marked as such, and can return to the recording."""
     figure = come_to(guide.page, "mathematics").locator("figure", has_text="Try other splits and formats")
-    chip = figure.locator(".chip").first
+    chip = figure.locator(".mark").first
     expect(chip).to_contain_text("recorded")
+    chip.click()
+    expect(figure.get_by_text("stops after 120 s at the latest")).to_be_visible()
     expect(figure.get_by_role("button", name="Run it here")).to_be_enabled()
     figure.get_by_role("button", name="Run it here").click()
     expect(chip).to_contain_text("live")

@@ -173,7 +173,7 @@ def test_every_number_has_its_source(pages: dict[str, Watched]) -> None:
         kinds = page.evaluate("[...new Set([...document.querySelectorAll('[data-from]')].map(e => e.dataset.from))]")
 
         assert main.evaluate(ORPHANS) == []
-        assert set(kinds) <= {"recorded", "live", "calculated", "chosen", "source", "exact"}
+        assert set(kinds) <= {"recorded", "live", "calculated", "forecast", "chosen", "source", "exact"}
         main.evaluate("main => main.querySelector('p:not([aria-hidden])').append(' 42 times')")
         try:
             assert main.evaluate(ORPHANS) == ["42 times"]

@@ -1,10 +1,13 @@
 /**
  * `<Tex t={String.raw`...`} />` becomes MathML at build time: the page contains no KaTeX code.
+ * Products such as "16 × 4" and an equation with its comma stay on one line.
  * Browsers lay out MathML, screen readers read it, and it needs no inline styles, which the page's policy forbids.
  */
 import katex from "katex";
 
-const USE = /<Tex\s+(?<before>[^>{]*?)t=\{String\.raw`(?<tex>[^`]*)`\}\s*(?<after>[^>{]*?)\/>/g;
+const USE = /<Tex\s+(?<before>[^>{]*?)t=\{String\.raw`(?<tex>[^`]*)`\}\s*(?<after>[^>{]*?)\/>(?<mark>[,.;:]?)/g;
+/** "16 × 4", also with expressions or elements on either side. */
+const PRODUCT = /(?<=[\d}>]) × (?=[\d$<{])/g;
 const IMPORT = /^\s*import Tex from .*;\n/m;
 
 /** @returns {import("svelte/compiler").PreprocessorGroup} */
@@ -14,10 +17,11 @@ export function equations() {
     markup({ content, filename }) {
       const written = content.match(/<Tex\b/g)?.length ?? 0;
       let found = 0;
-      const code = content.replace(USE, (_whole, before, tex, after) => {
+      const code = content.replace(USE, (_whole, before, tex, after, mark) => {
         found += 1;
-        return mathml(tex, /\bblock\b/.test(`${before} ${after}`));
-      });
+        const math = mathml(tex, /\bblock\b/.test(`${before} ${after}`));
+        return mark ? `<span class="together">${math}${mark}</span>` : math; // no line begins with a comma
+      }).replace(PRODUCT, "\u00a0×\u00a0");
       if (written !== found) {
         throw new Error(`${filename}: ${written - found} <Tex> not understood; write <Tex t={String.raw\`...\`} />, with \`block\` if displayed.`);
       }

@@ -8,7 +8,7 @@ import { storePins, storedPins } from "../src/data/pins";
 import { addressShape, commandLine, cut, effective, fromAddress, RunBuilder, byDrawnCategory, compareWithNative, stripLimit, nearest, predictedPeak, program, refusal, sameSetting, toAddress, total, withTask, type Opening, type Run } from "../src/data/runs";
 import type { Line, Setting } from "../src/data/types";
 import { pixels } from "../src/math/images";
-import { cuts, headline, pieces, shape, type ClaimData } from "../src/sections/claims/claims";
+import { cuts, pieces, shape } from "../src/sections/claims/claims";
 
 const { data: opening } = JSON.parse(readFileSync(new URL("../recordings/playground_opening.json", import.meta.url), "utf-8")) as { data: Opening };
 const first = opening.runs[0] as Run;
@@ -177,12 +177,4 @@ test("news belongs to one run, and one of one is no progress", () => {
   progress = updatedProgress(progress, "b", [{ kind: "guide.progress", done: 1, of: 40, what: "rounds" }]);
   expect(progress).toEqual({ run: "b", step: null, loss: null, progress: "rounds, 1 of 40", part: 1 / 40 });
   expect(updatedProgress(progress, "b", [{ kind: "guide.progress", done: 0, of: 1, what: "lines" }])).toMatchObject({ progress: "lines", part: null });
-});
-
-test("the headline of a claim is the first sentence, or one chosen for its verdict", () => {
-  const data = { claim: "less_memory", verdict: "true", text: "It falls to {peak}. The rest, 1.5 x, stays." } as ClaimData;
-  expect(headline(data)).toEqual({ head: "It falls to {peak}.", rest: "The rest, 1.5 x, stays." });
-  const chosen = { ...data, claim: "divide_by_n", verdict: "only_if" } as ClaimData;
-  expect(headline(chosen)).toEqual({ head: expect.stringContaining("{uneven_error}"), rest: data.text });
-  expect(headline({ ...chosen, verdict: "true" }).head).toBe("It falls to {peak}.");
 });

@@ -236,10 +236,9 @@ BATCH_SIZE_CLAIMS = (
         texts={
             "true": "After the same number of samples, the loss is {loss_same_samples} instead of {loss_small}.",
             "only_if": (
-                "There is less noise: the variance is {noise_ratio} the expected eighth. But convergence is better "
-                "only by steps. After the same number of steps, with eight times the samples, the held-out loss is "
-                "{loss_same_steps} instead of {loss_small}. After the same number of samples it is "
-                "{loss_same_samples}."
+                "There is less noise, but the held-out loss is lower only after the same number of steps: "
+                "{loss_same_steps} instead of {loss_small}, on eight times the samples. After the same number of "
+                "samples it is {loss_same_samples}. The variance is {noise_ratio} the expected eighth."
             ),
             "false": "The variance is {noise_ratio} the expected one, the loss {loss_same_steps}, not {loss_small}.",
         },

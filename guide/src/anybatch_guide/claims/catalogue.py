@@ -17,7 +17,7 @@ _CLAIMS = (
         side="advantage",
         title="Less memory",
         statement="Accumulation needs less memory than the whole batch in one pass.",
-        how="The engine trains the digits network with 64 samples per step. Every tensor of one step is counted.",
+        how="The engine trains the digits network with AdamW, 64 samples per step. Every tensor of a step is counted.",
         measure=costs.less_memory,
         numbers={
             "peak_at_once": Number("peak, 64 in one pass", "bytes"),
@@ -30,9 +30,9 @@ _CLAIMS = (
         rule_in_words="True: four micro-batches need less than 90% of the memory of one pass. False: otherwise.",
         texts={
             "true": (
-                "The peak falls from {peak_at_once} to {peak_in_four}. Only activations shrink with the micro-batch; "
-                "weights, gradients and optimizer state keep their size. So a quarter of the batch needs more than a "
-                "quarter of the memory, and single samples still need {peak_one_by_one}."
+                "The peak of 64 samples falls from {peak_at_once} to {peak_in_four} in four parts. Only activations "
+                "shrink with the micro-batch; weights, gradients and optimizer state keep their size. So a quarter of "
+                "the batch needs more than a quarter of the memory, and single samples still need {peak_one_by_one}."
             ),
             "false": "The peak hardly falls, from {peak_at_once} to {peak_in_four}: activations are only a part.",
         },
@@ -46,12 +46,12 @@ _CLAIMS = (
         how="The gradient of 64 samples in one pass, against the sum over N micro-batches, divided by N.",
         measure=equality.equivalent,
         numbers={
-            "even_error": Number(f"{_ERROR}, 16 x 4", noisy=True),
-            "even_error_fp64": Number("the same in float64", noisy=True),
-            "uneven_error": Number("micro-batches of 24, 24 and 16"),
-            "token_error": Number("sentences of unequal length, 4 x 16"),
-            "batch_norm_error": Number("a network with BatchNorm, 16 x 4"),
-            "dropout_error": Number("a network with dropout, same seed, 16 x 4"),
+            "even_error": Number(f"{_ERROR}, 16 x 4", "error", noisy=True),
+            "even_error_fp64": Number("the same in float64", "error", noisy=True),
+            "uneven_error": Number("24 + 24 + 16 samples", "error"),
+            "token_error": Number("sentences of unequal length, 4 x 16", "error"),
+            "batch_norm_error": Number("a network with BatchNorm, 16 x 4", "error"),
+            "dropout_error": Number("a network with dropout, same seed, 16 x 4", "error"),
         },
         rule=rules.equivalent,
         rule_in_words=(
@@ -61,10 +61,10 @@ _CLAIMS = (
         texts={
             "true": "In every case the gradients agree up to rounding; the largest error was {uneven_error}.",
             "only_if": (
-                "For equal micro-batches the error is {even_error}, which is rounding. It is {uneven_error} if sizes "
-                "differ, {token_error} if sentences differ in length, {batch_norm_error} with BatchNorm, and "
-                "{dropout_error} with dropout. Weighting each micro-batch by its number of samples or tokens fixes "
-                "the first two, but not the last two."
+                "Equal micro-batches give the same gradient, up to rounding ({even_error}). The gradient is off by "
+                "{uneven_error} if their sizes differ (24 + 24 + 16), {token_error} if sentences differ in length, "
+                "{batch_norm_error} with BatchNorm, and {dropout_error} with dropout. Weighting each micro-batch by "
+                "its number of samples or tokens fixes the first two, but not the last two."
             ),
             "false": "Even for equal micro-batches the gradients differ by {even_error}.",
         },
@@ -112,20 +112,28 @@ _CLAIMS = (
         side="advantage",
         title="Any hardware",
         statement="Accumulation works on any hardware, even on CPUs.",
-        how="On a machine without a GPU: gradients of 64 samples in one pass and in micro-batches, and peak memory.",
+        how=(
+            "On a machine without a GPU: gradients of 64 samples in one pass and in four micro-batches, and peak "
+            "memory in sixteen. The project's tests for GPUs ran on one NVIDIA H200: "
+            "`benchmarks/results/gpu_exactness_h200_2026-11-26.md`."
+        ),
         measure=equality.on_cpus,
         numbers={
-            "gradient_error": Number(f"{_ERROR} on this CPU", noisy=True),
-            "memory_ratio": Number("peak of 4 x 16 / peak of one pass"),
+            "gradient_error": Number(f"{_ERROR} on this CPU", "error", noisy=True),
+            "memory_ratio": Number("peak of 4 x 16 / peak of one pass", "x"),
         },
         rule=rules.on_cpus,
-        rule_in_words="True: the error on this machine is below 1e-4, and the memory is smaller. False: otherwise.",
+        rule_in_words=(
+            "True only if: the error on this machine is below 1e-4, and the memory is smaller; one machine cannot show "
+            "it for any hardware. False: otherwise."
+        ),
         texts={
-            "true": (
-                "On this CPU the gradients agree to {gradient_error}, and the peak is {memory_ratio} of the peak of "
-                "one pass. Accumulation is only a loop, so it does not depend on the device."
+            "only_if": (
+                "On the CPU that was tested, the gradients agree to {gradient_error}, with {memory_ratio} the peak "
+                "memory. Accumulation is only a loop, and nothing in it depends on the device. But other hardware "
+                "was not tested for this card."
             ),
-            "false": "On this CPU the error is {gradient_error}, and the peak {memory_ratio} of the peak of one pass.",
+            "false": "On this CPU the error is {gradient_error}, and the peak {memory_ratio} the peak of one pass.",
         },
         seconds=2,
     ),
@@ -197,8 +205,8 @@ _CLAIMS = (
         how="First gradients, then 80 steps on shapes with 64 samples per step; medians over three seeds.",
         measure=learning.batch_norm,
         numbers={
-            "gradient_error": Number(f"{_ERROR}, BatchNorm, 4 x 16"),
-            "group_norm_error": Number("the same, GroupNorm", noisy=True),
+            "gradient_error": Number(f"{_ERROR}, BatchNorm, 4 x 16", "error"),
+            "group_norm_error": Number("the same, GroupNorm", "error", noisy=True),
             "loss_64": Number("training loss, 64 in one pass"),
             "accuracy_64": Number("accuracy, 64 in one pass", "%"),
             "loss_16": Number("training loss, 16 x 4"),
@@ -232,17 +240,18 @@ _CLAIMS = (
         measure=equality.stale,
         numbers={
             "moved": Number("largest change of a parameter within a window"),
-            "gradient_error": Number(f"largest {_ERROR}", noisy=True),
-            "moved_if_stepped": Number("relative change per window with a step after each micro-batch"),
+            "gradient_error": Number(f"largest {_ERROR}", "error", noisy=True),
+            "moved_if_stepped": Number("relative change per window with a step after each micro-batch", "error"),
         },
         rule=rules.stale,
         rule_in_words="True: a parameter changes within a window, or a gradient error is above 1e-2. False: otherwise.",
         texts={
             "true": "Parameters change by {moved} within a window, and the gradient error is {gradient_error}.",
             "false": (
-                "Parameters change by {moved} within a window: all micro-batches use the same parameters, like the "
-                "samples of a large batch, and the gradient error is {gradient_error}. A step after each micro-batch "
-                "would change them by {moved_if_stepped}; but that is training with the small batch."
+                "No gradient is stale: within a window, the largest change of a parameter is {moved}. All "
+                "micro-batches use the same parameters, like the samples of a large batch, and the gradient error is "
+                "{gradient_error}. A step after each micro-batch would change them by {moved_if_stepped}; but that is "
+                "training with the small batch."
             ),
         },
         seconds=3,
@@ -252,7 +261,7 @@ _CLAIMS = (
         side="limitation",
         title="Memory is not free",
         statement="Accumulation keeps gradients in memory, which are as large as the parameters.",
-        how="The engine trains digits, with one micro-batch of 16 and with four. Every tensor of one step is counted.",
+        how="The engine trains digits with AdamW, with one micro-batch of 16 and with four. Every tensor is counted.",
         measure=costs.not_free,
         numbers={
             "weight_bytes": Number("weights", "bytes"),
@@ -328,9 +337,9 @@ _CLAIMS = (
         texts={
             "true": "The speed-up is {gain_1_to_4} from 1 to 4 samples, and still {gain_64_to_256} from 64 to 256.",
             "only_if": (
-                "Only up to some size. The speed-up is {gain_1_to_4} from 1 to 4 samples, {gain_4_to_16} from 4 to "
-                "16, {gain_16_to_64} from 16 to 64, and {gain_64_to_256} from 64 to 256. Once the device is busy, "
-                "larger micro-batches only use more memory."
+                "Going from 1 to 4 samples trains {gain_1_to_4} as fast; going from 64 to 256, {gain_64_to_256} as "
+                "fast. In between, it is {gain_4_to_16} from 4 to 16, and {gain_16_to_64} from 16 to 64. Once the "
+                "device is busy, larger micro-batches only use more memory."
             ),
             "false": "The speed-up from 1 to 4 samples is {gain_1_to_4}.",
         },
@@ -344,11 +353,11 @@ _CLAIMS = (
         how="Gradients of 64 samples in one pass, against sums over N parts: divided by N, or weighted by items.",
         measure=equality.divide_by_n,
         numbers={
-            "even_error": Number("divided by N: 16 x 4", noisy=True),
-            "uneven_error": Number("divided by N: 24, 24 and 16"),
-            "token_error": Number("divided by N: sentences of unequal length"),
-            "uneven_error_by_items": Number("weighted by items: 24, 24 and 16", noisy=True),
-            "token_error_by_items": Number("weighted by items: sentences", noisy=True),
+            "even_error": Number("divided by N: 16 x 4", "error", noisy=True),
+            "uneven_error": Number("divided by N: 24 + 24 + 16", "error"),
+            "token_error": Number("divided by N: sentences of unequal length", "error"),
+            "uneven_error_by_items": Number("weighted by items: 24 + 24 + 16", "error", noisy=True),
+            "token_error_by_items": Number("weighted by items: sentences", "error", noisy=True),
         },
         rule=rules.divide_by_n,
         rule_in_words=(
@@ -358,10 +367,10 @@ _CLAIMS = (
         texts={
             "true": "Divided by N, the gradient is correct up to {even_error}, {uneven_error} and {token_error}.",
             "only_if": (
-                "Only if all micro-batches have the same number of items; then the error is {even_error}. It is "
-                "{uneven_error} for 24, 24 and 16 samples, and {token_error} for sentences of unequal length. If "
-                "micro-batches are weighted by their items, both are correct, up to {uneven_error_by_items} and "
-                "{token_error_by_items}."
+                "Split 24 + 24 + 16 and divided by 3, the gradient is off by {uneven_error}. It is off by "
+                "{token_error} for sentences of unequal length, and by {even_error} if all micro-batches have the same "
+                "number of items. If micro-batches are weighted by their items, both are correct, up to "
+                "{uneven_error_by_items} and {token_error_by_items}."
             ),
             "false": "Even for equal micro-batches the error is {even_error}.",
         },
@@ -389,9 +398,10 @@ _CLAIMS = (
         texts={
             "true": "The loss ends at {sgd_no_division} with SGD and {adam_no_division} with Adam; chance is {chance}.",
             "only_if": (
-                "With SGD it does: the final loss is {sgd_no_division} instead of {sgd_right}; random guessing gives "
-                "{chance}. With Adam it is {adam_no_division} instead of {adam_right}: Adam divides by the size of "
-                "the gradient, so the factor cancels. Clipping and weight decay in the loss are still wrong."
+                "Without the division, SGD ends at a loss of {sgd_no_division} instead of {sgd_right}; with Adam the "
+                "factor cancels. Random guessing gives {chance}. With Adam the final loss is {adam_no_division} "
+                "instead of {adam_right}: Adam divides by the size of the gradient, so the factor cancels. Clipping "
+                "and weight decay in the loss are still wrong."
             ),
             "false": "The loss ends at {sgd_no_division} with SGD, {adam_no_division} with Adam; chance is {chance}.",
         },
@@ -406,11 +416,11 @@ _CLAIMS = (
         how="The gradient of 64 shapes in four micro-batches of 16, against the gradient of one pass.",
         measure=equality.sync_batch_norm,
         numbers={
-            "plain_error": Number(f"{_ERROR}, BatchNorm"),
-            "sync_error": Number("SyncBatchNorm, one rank"),
-            "sync_error_2_ranks": Number("SyncBatchNorm, 2 ranks: groups of 32"),
-            "sync_error_4_ranks": Number("SyncBatchNorm, 4 ranks: no accumulation", noisy=True),
-            "exact_error": Number('anybatch, norms="exact"', noisy=True),
+            "plain_error": Number(f"{_ERROR}, BatchNorm", "error"),
+            "sync_error": Number("SyncBatchNorm, one rank", "error"),
+            "sync_error_2_ranks": Number("SyncBatchNorm, 2 ranks: groups of 32", "error"),
+            "sync_error_4_ranks": Number("SyncBatchNorm, 4 ranks: no accumulation", "error", noisy=True),
+            "exact_error": Number('anybatch, norms="exact"', "error", noisy=True),
         },
         rule=rules.sync_batch_norm,
         rule_in_words=(
@@ -420,10 +430,11 @@ _CLAIMS = (
         texts={
             "true": "With SyncBatchNorm the gradient error is only {sync_error}.",
             "only_if": (
-                "It combines the statistics of ranks that run at the same time, but not of micro-batches that run one "
-                "after the other. With all micro-batches on one rank the error is still {sync_error}; on two ranks it "
-                "is {sync_error_2_ranks}. It disappears ({sync_error_4_ranks}) only without accumulation. The "
-                "engine's exact BatchNorm computes the statistics over all micro-batches: {exact_error}."
+                "On one rank the gradient is still off by {sync_error}: SyncBatchNorm combines ranks, not "
+                "micro-batches. It uses the statistics of ranks that run at the same time, but not of micro-batches "
+                "that run one after the other. On two ranks the error is {sync_error_2_ranks}. It disappears "
+                "({sync_error_4_ranks}) only without accumulation. The engine's exact BatchNorm computes the "
+                "statistics over all micro-batches: {exact_error}."
             ),
             "false": "The error is {plain_error} with BatchNorm, and {sync_error} with SyncBatchNorm.",
         },

@@ -18,7 +18,8 @@ class Number:
     """Display options of a number of a claim."""
 
     label: str  # its label in the card's table
-    unit: str = ""  # "" for a plain number, "x" for a ratio, "bytes", "%", "lines" or "findings"
+    # "" for a plain number, "x" for a ratio, "error" for a relative error, "bytes", "%", "lines" or "findings"
+    unit: str = ""
     noisy: bool = False  # whether it varies between runs, as times and rounding errors do
 
 
@@ -40,6 +41,7 @@ class Claim:
     seconds: float  # approximate duration on two cores
     # largest relative difference between two recordings, because processors sum in different orders
     tolerance: float = 1e-3
+    is_forecast: bool = False  # whether a model forecasts the numbers, without a measurement
     runs_here: bool = True  # whether the page may measure it; claims that need ranks are only recorded
 
 
@@ -63,6 +65,7 @@ def card_data(claim: Claim, numbers: Numbers) -> Data:
             name: {"label": shown.label, "unit": shown.unit, "value": numbers[name]}
             for name, shown in claim.numbers.items()
         },
+        **({"forecast": True} if claim.is_forecast else {}),
     }
 
 

@@ -256,10 +256,10 @@ DEVICE_CLAIMS = (
         how="Gradients of 64 digits on two ranks: summed, averaged by DDP, and by the engine; against one pass.",
         measure=no_average,
         numbers={
-            "sum_error": Number("relative error, sum of two ranks' mean gradients"),
-            "average_error": Number("DDP's average, 32 + 32 samples", noisy=True),
-            "uneven_average_error": Number("DDP's average, 44 + 20 samples"),
-            "uneven_engine_error": Number("the engine, 44 + 20 samples", noisy=True),
+            "sum_error": Number("relative error, sum of two ranks' mean gradients", "error"),
+            "average_error": Number("DDP's average, 32 + 32 samples", "error", noisy=True),
+            "uneven_average_error": Number("DDP's average, 44 + 20 samples", "error"),
+            "uneven_engine_error": Number("the engine, 44 + 20 samples", "error", noisy=True),
         },
         rule=rules.no_average,
         rule_in_words="True: the error of the sum is below 1e-4. False: otherwise.",
@@ -326,9 +326,9 @@ DEVICE_CLAIMS = (
         texts={
             "true": "It changes {lines} lines, not {lines_ddp}, with {time_ratio} the time and {memory_ratio} memory.",
             "only_if": (
-                "It changes {lines} lines; DDP changes {lines_ddp} and needs a launcher. Here, on CPU threads, a step "
-                "takes {time_ratio} the time of a step with DDP, and the process needs {memory_ratio} the memory of a "
-                "DDP rank: DataParallel copies the model in every step, and gathers outputs and loss on one device. "
+                "Here, on CPU threads, a step takes {time_ratio} the time of a step with DDP, and {memory_ratio} the "
+                "memory of a DDP rank. It changes {lines} lines; DDP changes {lines_ddp} and needs a launcher. "
+                "DataParallel copies the model in every step, and gathers outputs and loss on one device. "
                 "It is good enough only if time and memory do not matter."
             ),
             "false": "It changes {lines} lines, and DDP changes {lines_ddp}.",
@@ -354,9 +354,9 @@ DEVICE_CLAIMS = (
         texts={
             "true": "Each of four ranks holds {ddp_ratio} of the bytes of one device.",
             "false": (
-                "DDP divides only the activations among ranks. Each of four ranks keeps {ddp_bytes} of weights and "
-                "optimizer states, which is {ddp_ratio} of the bytes on one device. With FSDP, which shards them, it "
-                "is {fsdp_ratio}."
+                "Each of four ranks keeps {ddp_bytes} of weights and optimizer states; one device alone keeps "
+                "{alone_bytes}. DDP divides only the activations among ranks. With FSDP, which shards weights and "
+                "states, a rank keeps {fsdp_ratio} of the bytes of one device."
             ),
         },
         seconds=20,
@@ -379,7 +379,7 @@ DEVICE_CLAIMS = (
             "kept_by_layer": Number("outputs kept between layers, layer by layer", "bytes"),
             "waiting_by_micro_batch": Number("full gradients, one after the other", "bytes"),
             "waiting_by_layer": Number("full gradients, layer by layer", "bytes"),
-            "gradient_error": Number("largest error of a gradient, float64", noisy=True),
+            "gradient_error": Number("largest error of a gradient, float64", "error", noisy=True),
         },
         rule=rules.shards_travel,
         rule_in_words=(
@@ -405,7 +405,7 @@ DEVICE_CLAIMS = (
         title="Linear up to eight",
         statement="Data parallelism scales linearly up to eight devices.",
         how=(
-            "Forecast, not measured: a residual network of 50 layers, micro-batches of 32 images on each device, one "
+            "A residual network of 50 layers, micro-batches of 32 images on each device, one "
             "or eight of them, on eight devices in one host or on eight hosts."
         ),
         measure=linear_to_eight,
@@ -428,6 +428,7 @@ DEVICE_CLAIMS = (
             ),
             "false": "Even in one host, the efficiency is only {in_one_host}.",
         },
+        is_forecast=True,
         seconds=2,
     ),
     Claim(
@@ -436,7 +437,7 @@ DEVICE_CLAIMS = (
         title="Buckets",
         statement="Gradient buckets of 25 to 50 MB are best.",
         how=(
-            "Forecast, not measured: steps on eight hosts with 102 MB and 1 GB of gradients, at 1, 10 and 100 Gbit/s, "
+            "Steps on eight hosts with 102 MB and 1 GB of gradients, at 1, 10 and 100 Gbit/s, "
             "with buckets of 1 to 400 MiB."
         ),
         measure=usual_buckets,
@@ -467,6 +468,7 @@ DEVICE_CLAIMS = (
                 "which is between {least} and {most} MiB, depending on link and model. `anybatch scale` measures it."
             ),
         },
+        is_forecast=True,
         seconds=2,
     ),
 )

@@ -28,8 +28,8 @@ def contrastive(numbers: Numbers) -> Verdict:
 
 
 def on_cpus(numbers: Numbers) -> Verdict:
-    """Judge whether the gradient is correct on this CPU, and needs less memory."""
-    return "true" if numbers["gradient_error"] < EXACT and numbers["memory_ratio"] < 1 else "false"
+    """Judge whether the gradient is correct on this CPU and needs less memory, which is no proof for other hardware."""
+    return "only_if" if numbers["gradient_error"] < EXACT and numbers["memory_ratio"] < 1 else "false"
 
 
 def three_lines(numbers: Numbers) -> Verdict:

@@ -6,6 +6,7 @@ export const KIND_NAMES: Record<From["kind"], string> = {
   recorded: "recorded",
   live: "live",
   calculated: "calculated",
+  forecast: "forecast",
   chosen: "chosen",
   source: "cited",
   exact: "exact",
@@ -22,6 +23,10 @@ export function explain(from: From): string {
       return from.made ? `Computed just now. ${describeProvenance(from.made)}` : "Computed just now, on this machine.";
     case "calculated":
       return `Calculated: ${from.formula}.`;
+    case "forecast": {
+      const made = from.made ?? recordingMetadata(from.name)?.made;
+      return `Forecast from step times, bandwidth and latency, not measured.${made ? ` Computed ${describeProvenance(made)}` : ""}`;
+    }
     case "chosen":
       return from.note ? `Chosen: ${from.note}.` : "A setting, chosen here.";
     case "source":
@@ -29,11 +34,6 @@ export function explain(from: From): string {
     case "exact":
       return `Exact: ${from.note}.`;
   }
-}
-
-/** A short form for lists: the details of recordings are at the end of the page. */
-export function shortDescription(from: From): string {
-  return from.kind === "recorded" ? `Recorded as ${from.name}.` : explain(from);
 }
 
 /** Device, versions, day, commit and command of data. */
@@ -50,5 +50,5 @@ export function deviceOf(made: Made): string {
 
 /** Sources without duplicates, in order of first use. */
 export function withoutDuplicates(origins: From[]): From[] {
-  return [...new Map(origins.map((from) => [shortDescription(from), from])).values()];
+  return [...new Map(origins.map((from) => [explain(from), from])).values()];
 }

@@ -11,6 +11,8 @@ export interface Status {
   name?: string;
   setting?: Setting;
   paused: boolean;
+  /** The longest time of a run, in seconds. */
+  limit?: number;
 }
 
 /** Events from the server. */

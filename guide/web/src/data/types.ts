@@ -22,6 +22,7 @@ export type From =
   | { kind: "recorded"; name: string }
   | { kind: "live"; name?: string; made?: Made }
   | { kind: "calculated"; formula: string }
+  | { kind: "forecast"; name: string; made?: Made }
   | { kind: "chosen"; note?: string }
   | { kind: "source"; note: string; href?: string }
   | { kind: "exact"; note: string };

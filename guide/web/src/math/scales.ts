@@ -62,6 +62,9 @@ export function binaryTicks([smallest, largest]: readonly [number, number]): num
   return Array.from({ length: Math.max(0, last - first + 1) }, (_, at) => 2 ** (first + at));
 }
 
+const WIDEST = 7.5; // a letter of small text, on average, in the widest of the usual fonts
+const GAP = 6;
+
 /** The marks whose labels do not overlap: each is at least `room` to the right of the previous one. */
 export function withoutOverlap(marks: readonly number[], place: Scale, room: number): number[] {
   const kept: number[] = [];
@@ -72,10 +75,27 @@ export function withoutOverlap(marks: readonly number[], place: Scale, room: num
   return kept;
 }
 
+/**
+ * Labels of vertical lines with their left edges: right of the line, the last one at the edge if it has no room there.
+ * A label that would overlap an earlier one, or the last, is left out.
+ */
+export function lineLabels(lines: readonly { at: number; label: string }[], place: (at: number) => number, width: number): { label: string; left: number; right: number }[] {
+  const all = lines.map(({ at, label }) => {
+    const room = label.length * WIDEST;
+    const left = Math.max(0, Math.min(place(at) + GAP, width - room));
+    return { label, left, right: left + room };
+  });
+  const last = all.at(-1);
+  let end = -Infinity;
+  return all.filter((one) => {
+    if (one.left < end || (one !== last && last && one.right > last.left)) return false;
+    end = one.right;
+    return true;
+  });
+}
+
 /** Position of the label of a vertical line: right of it, or left of it, or at the edge if neither has room; `end`: right-aligned. */
 export function labelPosition(place: number, words: string, width: number): { x: number; end: boolean } {
-  const WIDEST = 7.5; // a letter of small text, on average, in the widest of the usual fonts
-  const GAP = 6;
   const room = words.length * WIDEST + GAP;
   if (place + room <= width) return { x: place + GAP, end: false };
   return { x: place - room >= 0 ? place - GAP : width, end: true };

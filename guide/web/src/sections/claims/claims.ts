@@ -1,4 +1,7 @@
 /** Data of a claim's recording: see guide/src/anybatch_guide/claims/claim.py. */
+import type { ExperimentView } from "../../data/guide.svelte";
+import type { From } from "../../data/types";
+
 export type Verdict = "true" | "only_if" | "false";
 
 export interface ClaimNumber {
@@ -18,6 +21,14 @@ export interface ClaimData {
   verdict: Verdict;
   text: string;
   numbers: Record<string, ClaimNumber>;
+  /** Whether a model forecast the numbers. */
+  forecast?: boolean;
+}
+
+/** The source of a claim's numbers. */
+export function sourceOf({ from, data, name }: ExperimentView<ClaimData>): From {
+  if (!data.forecast) return from;
+  return { kind: "forecast", name, ...(from.kind === "live" && from.made ? { made: from.made } : {}) };
 }
 
 export const VERDICTS: Record<Verdict, { name: string; mark: string }> = {
@@ -45,26 +56,20 @@ export function cuts(text: string): string {
   return text.replace(/(\d) x (?=\d)/g, "$1\u00a0×\u00a0");
 }
 
-/** Headlines of claims whose text does not begin with the result, by name and verdict. */
-const HEADLINES: Record<string, string> = {
-  "divide_by_n only_if": "Dividing by N is off by {uneven_error} when micro-batches have 24, 24 and 16 samples.",
-  "forgetting only_if": "Without the division, SGD ends at a loss of {sgd_no_division} instead of {sgd_right}; with Adam the factor cancels.",
-  "sync_batch_norm only_if": "On one rank the gradient is still off by {sync_error}: SyncBatchNorm combines ranks, not micro-batches.",
-  "larger_is_faster only_if": "Going from 1 to 4 samples trains {gain_1_to_4} as fast; going from 64 to 256, {gain_64_to_256} as fast.",
-};
-
-/** Split the text of a claim into a headline, a sentence with its result, and the rest. */
-export function headline(data: ClaimData): { head: string; rest: string } {
-  const chosen = HEADLINES[`${data.claim} ${data.verdict}`];
-  if (chosen !== undefined) return { head: chosen, rest: data.text };
+/** Split the text of a claim into its first sentence, which has the result, and the rest. */
+export function headline(data: Pick<ClaimData, "text">): { head: string; rest: string } {
   const [head = "", ...rest] = data.text.split(/(?<=[.?!])\s+(?=[A-Z{`])/);
   return { head, rest: rest.join(" ") };
 }
+
+/** Relative errors from here on are shown as percentages; smaller ones are rounding. */
+const ROUNDING = 1e-3;
 
 /** Format of a number: a unit of `Value`, and few digits unless it is a count. */
 export function shape(number: ClaimNumber): { value: number; unit?: string; digits?: number } {
   const value = Number(number.value);
   if (number.unit === "bytes") return { value, unit: "bytes" };
+  if (number.unit === "error") return value < ROUNDING ? { value, digits: 2 } : { value: 100 * value, unit: "%", digits: 2 };
   if (number.unit === "%") return { value, unit: "%", digits: 3 };
   if (number.unit === "x") return { value, unit: "times", digits: 2 };
   if (number.unit !== "") return { value };
