@@ -114,3 +114,9 @@ describe("the places of digits", () => {
     }
   });
 });
+
+it("has no negative size while the page is not drawn and the figure has no width", () => {
+  const sizes = (value: unknown): number[] =>
+    value && typeof value === "object" ? Object.entries(value).flatMap(([name, one]) => (typeof one === "number" ? (["w", "h", "size"].includes(name) ? [one] : []) : sizes(one))) : [];
+  for (const limit of LIMITS) expect(Math.min(...sizes(layoutOf(0, limit * MIB)))).toBeGreaterThanOrEqual(0);
+});

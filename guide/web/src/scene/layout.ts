@@ -34,10 +34,11 @@ export interface Layout {
 export const LIMITS = { least: 1.4, most: 4.4 };
 /** From this width on, things are side by side. */
 export const WIDE = 780;
+const NARROWEST = 240; // a figure that is not drawn has no width
 const PLATE_HEIGHTS = [118, 92, 92, 52];
 
 export function layoutOf(W: number, limitBytes: number): Layout {
-  return W >= WIDE ? wideLayout(W, limitBytes / MIB) : narrowLayout(W, limitBytes / MIB);
+  return W >= WIDE ? wideLayout(W, limitBytes / MIB) : narrowLayout(Math.max(NARROWEST, W), limitBytes / MIB);
 }
 
 function wideLayout(W: number, limit: number): Layout {
