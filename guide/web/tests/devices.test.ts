@@ -5,6 +5,7 @@ import { expect, test } from "vitest";
 import { stageLayout } from "../src/sections/devices/layout";
 import { given, overlappedStep, ringBytes, ringSeconds } from "../src/sections/devices/overlap";
 import { cut, describe as said, flightsOf, momentsOf, type DdpStep } from "../src/sections/devices/ring";
+import { FORECAST, MEASURED } from "../src/sections/devices/said";
 import { exposed, links, met, nameOf, printed, sentBytes, slowest, split, type Forecasts, type RankStep, type Timeline } from "../src/sections/devices/timeline";
 
 const recorded = <Data>(name: string) => (JSON.parse(readFileSync(new URL(`../recordings/${name}.json`, import.meta.url), "utf-8")) as { data: Data }).data;
@@ -176,4 +177,10 @@ test("a faster link exposes less, one bucket for everything hides nothing, and t
   const made = overlappedStep(setting);
   expect(sentBytes(made[0]!)).toBe(workload.gradient_bytes);
   made[0]!.buckets.slice(1).forEach((one, at) => expect(one.start).toBeGreaterThanOrEqual(made[0]!.buckets[at]!.done));
+});
+
+test("no forecast is among the measured claims", () => {
+  const isForecast = (claim: string) => recorded<{ forecast?: boolean }>(`claims_${claim}`).forecast === true;
+  expect(MEASURED.filter(isForecast)).toEqual([]);
+  expect(FORECAST.filter(isForecast)).toEqual(FORECAST);
 });
