@@ -227,7 +227,7 @@ def rows() -> list[str]:
         ]
     lines += [
         "",
-        "| micro-batches | time, naive | time, `ab.joint` | MiB kept, un-split | MiB, naive | MiB, `ab.joint` |",
+        "| micro-batches | time, naive | time, `ab.joint` | MiB kept, unsplit | MiB, naive | MiB, `ab.joint` |",
         "|--:|--:|--:|--:|--:|--:|",
     ]
     for count in counts:
@@ -256,7 +256,7 @@ def main() -> None:
         rows(),
         title="A loss across samples: error, time and memory",
         command="python benchmarks/joint.py",
-        setting=f"{NUM_SAMPLES} pairs of sequences of {NUM_POSITIONS}, 1 thread, times in those of the un-split batch",
+        setting=f"{NUM_SAMPLES} pairs of sequences of {NUM_POSITIONS}, 1 thread, times in those of the unsplit batch",
         out=out,
     )
 

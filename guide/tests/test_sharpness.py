@@ -58,7 +58,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def whole(name: str, model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the loss of the un-split batch, by plain torch."""
+    """Return the loss of the unsplit batch, by plain torch."""
     if name == "tokens":
         return mean(model, batch)
     size = squares(model, batch).mean()

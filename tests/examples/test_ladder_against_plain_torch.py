@@ -1,4 +1,4 @@
-"""The ladder's programs match plain torch on the un-split batch, and their wrong ways are wrong as documented.
+"""The ladder's programs match plain torch on the unsplit batch, and their wrong ways are wrong as documented.
 
 After some training steps they have the parameters of the plain loop.
 """

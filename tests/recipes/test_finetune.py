@@ -43,7 +43,7 @@ def gradients(folder: Path, layout: Any, size: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_padded_and_packed_give_one_gradient(texts: Path) -> None:
-    """A transformers Llama has one gradient un-split, cut by number, and by length, padded or packed."""
+    """A transformers Llama has one gradient unsplit, cut by number, and by length, padded or packed."""
     expected = gradients(texts, "padded", None)
     budget = ab.token_budget(90)
     for layout, size in (("padded", 3), ("auto", 3), ("padded", budget), ("packed", budget), ("auto", budget)):

@@ -64,7 +64,7 @@ class Broken:
 
 @pytest.mark.slow
 def test_the_engine_conforms() -> None:
-    """The engine's gradient matches the un-split batch in every case and split."""
+    """The engine's gradient matches the unsplit batch in every case and split."""
     table = conformance.run(EngineAdapter())
     assert table.passed, str(table)
     assert len(table.rows) == sum(len(case.micro_batch_sizes) for case in CASES)

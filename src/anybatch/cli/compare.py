@@ -1,4 +1,4 @@
-"""`anybatch compare RECIPE`: run a recipe in every way of using devices, interleaved, and compare them."""
+"""`anybatch compare RECIPE`: run a recipe with each training setup, interleaved, and compare them."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -44,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
 
     config = dataclasses.replace(settings_of(given), micro_batch_size=None)
     job = MeasuredJob(recipe=given.recipe, config=config)
-    with progress_line() as tell:
+    with progress_line() as show:
         report = compare(
             job.train_spec,
             partial(first_batches, job),
@@ -53,8 +53,8 @@ def run(argv: Sequence[str]) -> int:
             num_devices=given.devices,
             device_type=given.device,
             max_seconds=given.seconds,
-            title=f"{given.recipe}: which way of using devices?",
-            tell=tell,
+            title=f"{given.recipe}: which training setup?",
+            on_progress=show,
         )
     print_report("", report, draw_comparison, given)
     return Status.DONE

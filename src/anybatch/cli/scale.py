@@ -122,7 +122,7 @@ def scale_recipe(given: argparse.Namespace) -> int:
         bucket_bytes=given.bucket,
         num_workers=given.workers,
     )
-    with progress_line() as tell:
+    with progress_line() as show:
         report = measure_scaling(
             job.train_spec,
             job.data,
@@ -130,7 +130,7 @@ def scale_recipe(given: argparse.Namespace) -> int:
             settings=settings,
             bucket_sizes=given.try_bucket,
             max_seconds=given.seconds,
-            tell=tell,
+            on_progress=show,
         )
     print_report(f"{given.recipe}: what limits scaling?", report, draw_scaling, given)
     return Status.DONE

@@ -1,7 +1,7 @@
 """The noise of an effective batch's gradient, from the norms of its micro-batches' gradients.
 
-Let g be the gradient of an effective batch: the sum of parts g_k, one per micro-batch, each divided by the count of the
-whole batch. Let p_k be the share of micro-batch k in that count (p_1 + p_2 + ... = 1). If samples are drawn
+Let g be the gradient of an effective batch: the sum of parts g_k, one per micro-batch, each divided by the number of
+items in the whole batch. Let p_k be the fraction of them in micro-batch k (p_1 + p_2 + ... = 1). If samples are drawn
 independently, each part has the mean p_k G, where G is the gradient over all data, so
 
     |G|^2       is estimated by  (|g|^2 - sum |g_k|^2) / (1 - sum p_k^2)

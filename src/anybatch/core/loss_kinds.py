@@ -1,8 +1,8 @@
 """The kinds of losses, by their dependence on other samples, which determines how an effective batch is run.
 
-A loss whose count is known before the forward takes one pass. A loss that returns its count takes one pass too, and
-gradients are divided at the end. A loss over the outputs of the whole effective batch takes two passes. (A dependence
-inside the network, as in BatchNorm, is not part of the loss.)
+A loss takes one pass if its count (the number of items it averages over) is known before the forward. A loss that
+returns its count takes one pass too, and gradients are divided at the end. A loss over the outputs of the whole
+effective batch takes two. (A dependence inside the network, as in BatchNorm, is not part of the loss.)
 """
 
 from collections.abc import Callable, Mapping

@@ -124,7 +124,7 @@ def token_budget(
 
 
 def plan_by_length(lengths: SampleLengths, world_size: int, split: SplitOptions, budget: TokenBudget) -> BatchPlan:
-    """Split an effective batch by length and divide it over ranks by cost, each rank's most expensive unit first.
+    """Split an effective batch by length and divide it over ranks by cost, each rank's costliest micro-batch first.
 
     Only `split.deal` and `split.lockstep` are used. With "balanced", the result is optimal for all ranks together; with
     "fixed" it is the result for one rank.

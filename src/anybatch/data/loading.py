@@ -168,7 +168,7 @@ def only_collates(collate: Collate) -> bool:
 def unit_keys(
     epoch: int, sample_ids: Sequence[int], units: Sequence[Positions], *, packed: bool | None
 ) -> list[UnitKey]:
-    """Return the keys of units, which are given by the positions of their samples in `sample_ids`."""
+    """Return the keys of units (micro-batches), given by the positions of their samples in `sample_ids`."""
     return [UnitKey(epoch, tuple(select(sample_ids, positions)), bool(packed)) for positions in units]
 
 

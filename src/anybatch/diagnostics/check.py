@@ -1,4 +1,4 @@
-"""Compare the gradient of an un-split batch with the sum over its micro-batches, and find the cause of a difference."""
+"""Compare the gradient of an unsplit batch with the sum over its micro-batches, and find the cause of a difference."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -77,7 +77,7 @@ def find_obstacle(runs: GradientRuns, tolerance: float) -> CheckFinding | None:
 
 
 def no_gradient() -> CheckFinding:
-    """Return the finding that the gradient of the un-split batch and of every split is zero."""
+    """Return the finding that the gradient of the unsplit batch and of every split is zero."""
     return CheckFinding(
         code="no_gradient",
         observation="the gradient of these samples is zero or missing, so the gradients cannot be compared.",
@@ -166,7 +166,7 @@ def check(
         loss: a declared loss, or a function of (model, batch), as the engine takes it.
         batch: any nested batch of at least 4 samples; a dozen is enough.
         micro_batch_sizes: sizes to try; None: 1, and two sizes that leave a smaller last micro-batch.
-        norms: the BatchNorm policy, as for `Engine`; the un-split batch runs under it too.
+        norms: the BatchNorm policy, as for `Engine`; the unsplit batch runs under it too.
         seed: seed of random numbers.
 
     Returns:
@@ -175,7 +175,7 @@ def check(
     Raises:
         BatchSizeError: the batch is too small to be split unevenly.
         CompositionError: the model uses reentrant checkpointing.
-        Exception: any error of the model or the loss on the un-split batch.
+        Exception: any error of the model or the loss on the unsplit batch.
     """
     num_samples = count_samples(batch)
     checked_int("seed", seed, minimum=None)

@@ -14,7 +14,7 @@ EXACT = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitResult:
-    """The gradient of one split of the batch, compared with the un-split batch.
+    """The gradient of one split of the batch, compared with the unsplit batch.
 
     Attributes:
         sizes: samples of each micro-batch, in order.
@@ -68,7 +68,7 @@ class CheckFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The un-split batch against several splits, and the reasons for differences. `print(report)` shows all of it.
+    """The unsplit batch against several splits, and the reasons for differences. `print(report)` shows all of it.
 
     Attributes:
         num_samples: samples in the batch.
@@ -92,7 +92,7 @@ class CheckReport:
 
     @property
     def equal(self) -> bool:
-        """Whether every split gives the gradient of the un-split batch; False if undecided."""
+        """Whether every split gives the gradient of the unsplit batch; False if undecided."""
         return self.verdict not in ("undecided", "not equal")
 
     @property

@@ -1,4 +1,4 @@
-"""`compare`: runs a job in several ways on the devices at hand, and reports time, memory, traffic and gradients."""
+"""`compare`: runs a job with several training setups, and reports time, memory, traffic and gradients."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from anybatch.core.batch import EffectiveBatch
 from anybatch.core.geometry import ceil_div
 from anybatch.core.units import columns, in_bytes, three_digits
 from anybatch.diagnostics.compared_ranks import RankFigures, measure_on_rank
-from anybatch.diagnostics.compared_ways import Way, ways_of
+from anybatch.diagnostics.compared_setups import TrainingSetup, training_setups
 from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import UserError
 from anybatch.memory.device_memory import counting_text, device_name
@@ -26,10 +26,10 @@ _MAX_ROUNDING = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WayResult:
-    """The measurements of one way."""
+class SetupResult:
+    """The measurements of one setup."""
 
-    way: Way
+    way: TrainingSetup
     seconds_per_step: float  # median over whole steps; the slowest rank determines a step
     quartiles: tuple[float, float]  # of the steps
     exposed_seconds: float | None  # added by communication to the median step; None on one rank
@@ -38,7 +38,7 @@ class WayResult:
     reserved_bytes: int | None  # by the allocator, maximum over ranks; None on a CPU
     driver_bytes: int | None  # in use on a rank's device, as in nvidia-smi; None on a CPU
     gradient_bytes: int  # passed to collectives by a rank in a step
-    gradient_error: float | None  # relative to the un-split batch in plain PyTorch; None for another batch size
+    gradient_error: float | None  # relative to the unsplit batch in plain PyTorch; None for another batch size
     gradient_variance: float | None  # see `compared_ranks.variance_of`
 
     @property
@@ -53,11 +53,11 @@ class WayResult:
 
     @property
     def varies(self) -> bool:
-        """Whether the quartiles of the step times are so far apart that a difference from another way may be noise."""
+        """Whether the quartiles of step times are so far apart that a difference from another setup may be noise."""
         return self.quartiles[1] - self.quartiles[0] > _MAX_SPREAD * self.seconds_per_step
 
-    def with_variance_of(self, native: "WayResult") -> "WayResult":
-        """Return a copy with the native batch's variance if the gradients are the same, else the result itself."""
+    def with_variance_of(self, native: "SetupResult") -> "SetupResult":
+        """Return a copy with the variance of `native` (the unsplit batch) if gradients are the same, else itself."""
         if self.gradient_variance is not None or self.gradient_error is None or self.gradient_error > _MAX_ROUNDING:
             return self
         return dataclasses.replace(self, gradient_variance=native.gradient_variance)
@@ -75,17 +75,17 @@ class ComparisonReport:
     Attributes:
         title: first line of the report.
         device: name of the devices.
-        effective_batch_size: samples of one update in all ways except the small batch.
-        micro_batch_size: maximum samples of one forward and backward in the ways that accumulate.
-        results: the measured ways.
-        unmeasured: name of each other way -> why it was not measured.
+        effective_batch_size: samples of one update in all setups except the small batch.
+        micro_batch_size: maximum samples of one forward and backward in the setups that accumulate.
+        results: the measured setups.
+        unmeasured: name of each other setup -> why it was not measured.
     """
 
     title: str
     device: str
     effective_batch_size: int
     micro_batch_size: int
-    results: tuple[WayResult, ...]
+    results: tuple[SetupResult, ...]
     unmeasured: Mapping[str, str]
 
     def as_json(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class ComparisonReport:
         return found
 
     def __str__(self) -> str:
-        """Return the tables, the ways that were not measured, and the conclusions."""
+        """Return the tables, the setups that were not measured, and the conclusions."""
         sizes = f"effective batch {self.effective_batch_size}, micro-batches of {self.micro_batch_size} if accumulated"
         lines = [self.title, f"{self.device}; {sizes}", ""]
         lines += [*columns(self._work()), "", *columns(self._costs())]
@@ -137,20 +137,20 @@ class ComparisonReport:
             )
         else:
             worst = max((one.gradient_error or 0.0 for one in self._full_size_results), default=0.0)
-            found.append(f"all of these have the gradient of the un-split batch (relative error at most {worst:.0e}).")
+            found.append(f"all of these have the gradient of the unsplit batch (relative error at most {worst:.0e}).")
         if "DataParallel" in by_name and by_name["DataParallel"].reserved_bytes is None:
             found.append(
                 "DataParallel ran its replicas one after another, as there are no GPUs: read DDP's time instead."
             )
         if varying := sum(one.varies for one in self.results):
             found.append(
-                f"the times of {varying} of {len(self.results)} ways vary by more than a quarter: for a closer "
+                f"the times of {varying} of {len(self.results)} setups vary by more than a quarter: for a closer "
                 "comparison run it longer (--seconds), with nothing else on these devices."
             )
         return found
 
     @property
-    def _full_size_results(self) -> Sequence[WayResult]:
+    def _full_size_results(self) -> Sequence[SetupResult]:
         return [one for one in self.results if one.way.num_samples == self.effective_batch_size] or self.results
 
     def _work(self) -> list[list[str]]:
@@ -204,12 +204,12 @@ def compare(
     device_type: str | None = None,
     num_rounds: int = 5,
     max_seconds: float = 60.0,
-    title: str = "ways of using devices",
-    tell: Callable[[str], None] | None = None,
+    title: str = "training setups",
+    on_progress: Callable[[str], None] | None = None,
 ) -> ComparisonReport:
-    """Run a job in all ways of using devices, interleaved, and compare time, memory, traffic and gradients.
+    """Run a job with all training setups, interleaved, and compare time, memory, traffic and gradients.
 
-    In every round, each way gets a new engine, which runs a warm-up step and three timed steps. On several ranks, the
+    In every round, each setup gets a new engine, which runs a warm-up step and three timed steps. On several ranks, the
     slowest rank determines the time of a step. The time of communication is the difference from a step in which all
     ranks compute simultaneously without reducing gradients. Each rank has one thread.
 
@@ -217,14 +217,14 @@ def compare(
         train: function () -> a new `TrainSpec`; at the top of a module, so that ranks can import it.
         data: function () -> at least four batches of `effective_batch_size`, such as `ab.batches`; also importable.
         effective_batch_size: samples of one update.
-        micro_batch_size: maximum samples of one forward and backward in ways that accumulate; None: a quarter of a
+        micro_batch_size: maximum samples of one forward and backward in setups that accumulate; None: a quarter of a
             rank's share.
-        num_devices: devices for the ways that use several; None: all GPUs, or two ranks on the CPU.
+        num_devices: devices for the setups that use several; None: all GPUs, or two ranks on the CPU.
         device_type: "cuda" or "cpu"; None: "cuda" if there are enough devices, else "cpu".
         num_rounds: maximum number of rounds.
         max_seconds: start no round after this many seconds; at least one round is run.
         title: the first line of the report.
-        tell: function (text) that receives the progress, in another process; at the top of a module.
+        on_progress: function (text) that receives the progress, in another process; at the top of a module.
 
     Raises:
         BatchSizeError: the sizes contradict each other.
@@ -239,7 +239,7 @@ def compare(
         on_cpu = device_type == "cpu" or not found_devices
         num_devices = min(_DEFAULT_CPU_RANKS, effective_batch_size) if on_cpu else found_devices
     size = micro_batch_size or max(1, ceil_div(effective_batch_size, num_devices) // _DEFAULT_ACCUMULATION_STEPS)
-    ways = ways_of(effective_batch_size=effective_batch_size, micro_batch_size=size, num_devices=num_devices)
+    setups = training_setups(effective_batch_size=effective_batch_size, micro_batch_size=size, num_devices=num_devices)
     kind = device_type or ("cuda" if found_devices >= num_devices else "cpu")
     if kind == "cuda" and found_devices < num_devices:
         message = f"{num_devices} CUDA devices were requested, but there are {found_devices}. Use fewer, or the CPU."
@@ -248,11 +248,11 @@ def compare(
         measure_on_rank,
         train,
         data,
-        ways,
+        setups,
         device_type=kind,
         num_rounds=num_rounds,
         max_seconds=max_seconds,
-        tell=tell,
+        on_progress=on_progress,
     )
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     with RankPool(num_devices, backend=backend, timeout_seconds=600 + 20 * max_seconds) as pool:
@@ -262,8 +262,8 @@ def compare(
         message = f"the comparison failed: {failed.strip().splitlines()[-1]}"
         raise UserError(message)
     ranks: Sequence[Mapping[str, RankFigures]] = [outcome.value for outcome in outcomes]
-    measured = [way for way in ways if not ranks[0][way.name].reason]
-    results = {way.name: _result(way, [rank[way.name] for rank in ranks[: way.num_ranks]]) for way in measured}
+    measured = [setup for setup in setups if not ranks[0][setup.name].reason]
+    results = {one.name: _result(one, [rank[one.name] for rank in ranks[: one.num_ranks]]) for one in measured}
     native = results.get("native")
     return ComparisonReport(
         title=title,
@@ -271,17 +271,17 @@ def compare(
         effective_batch_size=effective_batch_size,
         micro_batch_size=size,
         results=tuple(one if native is None else one.with_variance_of(native) for one in results.values()),
-        unmeasured={way.name: ranks[0][way.name].reason for way in ways if ranks[0][way.name].reason},
+        unmeasured={setup.name: ranks[0][setup.name].reason for setup in setups if ranks[0][setup.name].reason},
     )
 
 
-def _result(way: Way, figures: Sequence[RankFigures]) -> WayResult:
+def _result(setup: TrainingSetup, figures: Sequence[RankFigures]) -> SetupResult:
     steps = slowest([one.step_seconds for one in figures])
     seconds = median(steps)
-    alone = median(slowest([one.alone_seconds for one in figures])) if way.num_ranks > 1 else None
+    alone = median(slowest([one.unreduced_seconds for one in figures])) if setup.num_ranks > 1 else None
     reserved = [one.reserved_bytes for one in figures if one.reserved_bytes is not None]
-    return WayResult(
-        way=way,
+    return SetupResult(
+        way=setup,
         seconds_per_step=seconds,
         quartiles=(steps[0], steps[-1])
         if len(steps) < _MIN_FOR_QUARTILES

@@ -15,7 +15,7 @@ from anybatch.core.batch import EffectiveBatch, Placement
 from anybatch.core.loss import declared
 from anybatch.core.splitting import SplitOptions
 from anybatch.core.tensors import Gradients, relative_error
-from anybatch.diagnostics.compared_ways import Way
+from anybatch.diagnostics.compared_setups import TrainingSetup
 from anybatch.diagnostics.gradient_runs import copied_runs
 from anybatch.diagnostics.memory_report import record_memory
 from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch, spec_for_repeated_steps, without_reduction
@@ -38,10 +38,10 @@ _WARM_STEPS, _TIMED_STEPS = 1, 3
 
 @dataclass(slots=True, kw_only=True)
 class RankFigures:
-    """The measurements of one way on one rank."""
+    """The measurements of one setup on one rank."""
 
     step_seconds: list[float] = field(default_factory=list)
-    alone_seconds: list[float] = field(default_factory=list)  # steps without reduction, on all ranks simultaneously
+    unreduced_seconds: list[float] = field(default_factory=list)  # steps without reduction, on all ranks simultaneously
     peak_bytes: int = 0  # of the allocator on CUDA, else of this rank's tensors
     total_peak_bytes: int = 0  # over all devices of this rank
     reserved_bytes: int | None = None  # None on a CPU
@@ -52,7 +52,7 @@ class RankFigures:
     reason: str = ""  # why it failed; empty on success
 
 
-class ReducingEach(DDP):
+class ReduceEveryMicroBatch(DDP):
     """DDP without `no_sync`: reduces gradients after every micro-batch, to measure what that costs."""
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
@@ -67,31 +67,34 @@ class ReducingEach(DDP):
 def measure_on_rank(
     train: Callable[[], TrainSpec],
     data: Callable[[], Iterable[EffectiveBatch]],
-    ways: Sequence[Way],
+    setups: Sequence[TrainingSetup],
     *,
     device_type: str,
     num_rounds: int,
     max_seconds: float,
-    tell: Callable[[str], None] | None,
+    on_progress: Callable[[str], None] | None,
 ) -> dict[str, RankFigures]:
-    """Measure every way on this rank, together with the other ranks; return the figures by name of the way."""
+    """Measure every setup on this rank, together with the other ranks; return the figures by name of the setup."""
     device = torch.device("cuda", torch.distributed.get_rank()) if device_type == "cuda" else device_type
     with World.from_environment(device=device) as world:
-        measurement = _WayMeasurement(world, train, data, tell if world.rank == 0 else None)
-        return measurement.run(ways, num_rounds, max_seconds)
+        measurement = _SetupMeasurement(world, train, data, on_progress if world.rank == 0 else None)
+        return measurement.run(setups, num_rounds, max_seconds)
 
 
-class _WayMeasurement:
-    """Measures all ways on one rank."""
+_Measure = Callable[[TrainingSetup, RankFigures], None]
+
+
+class _SetupMeasurement:
+    """Measures all setups on one rank."""
 
     def __init__(
         self,
         world: World,
         train: Callable[[], TrainSpec],
         data: Callable[[], Iterable[EffectiveBatch]],
-        tell: Callable[[str], None] | None,
+        on_progress: Callable[[str], None] | None,
     ) -> None:
-        self._train, self._tell = train, tell or (lambda _: None)
+        self._train, self._report = train, on_progress or (lambda _: None)
         self._world = world
         self._alone = World(device=world.device)
         self._batches = [CachedBatch(batch) for batch in islice(data(), NUM_BATCHES)]
@@ -99,33 +102,33 @@ class _WayMeasurement:
         self._native: Gradients = {}
         self._gradient_bytes = 0
 
-    def run(self, all_ways: Sequence[Way], num_rounds: int, max_seconds: float) -> dict[str, RankFigures]:
-        """Return the figures of every way; if a way failed, its figures contain the reason."""
-        figures = {way.name: RankFigures(reason=way.unmeasured) for way in all_ways}
-        ways = [way for way in all_ways if not way.unmeasured]
-        self._tell("the un-split batch")
+    def run(self, all_setups: Sequence[TrainingSetup], num_rounds: int, max_seconds: float) -> dict[str, RankFigures]:
+        """Return the figures of every setup; if a setup failed, its figures contain the reason."""
+        figures = {setup.name: RankFigures(reason=setup.unmeasured) for setup in all_setups}
+        setups = [setup for setup in all_setups if not setup.unmeasured]
+        self._report("the unsplit batch")
         self._run_native_batch()
-        for number, way in enumerate(ways):
-            self._tell(f"memory and gradient of {way.name}, {number + 1} of {len(ways)} ways")
-            self._try(way, figures[way.name], self._measure_once)
+        for number, setup in enumerate(setups):
+            self._report(f"memory and gradient of {setup.name}, {number + 1} of {len(setups)} setups")
+            self._try(setup, figures[setup.name], self._measure_once)
         begun = time.perf_counter()
         for number in range(num_rounds):
             left = max(0.0, max_seconds - (time.perf_counter() - begun))
-            for way in ways:
-                self._tell(f"steps of {way.name}, round {number + 1}; the last round begins within {math.ceil(left)} s")
-                # Ways are interleaved, so that a machine that slows down affects all of them.
-                if not figures[way.name].reason:
-                    self._try(way, figures[way.name], self._measure_time)
+            for setup in setups:
+                self._report(f"steps of {setup.name}, round {number + 1}; last round begins within {math.ceil(left)} s")
+                # Setups are interleaved, so that a machine that slows down affects all of them.
+                if not figures[setup.name].reason:
+                    self._try(setup, figures[setup.name], self._measure_time)
             # Rank 0 decides, because clocks differ.
             if self._world.gather_numbers([time.perf_counter() - begun])[0][0] > max_seconds:
                 break
         return figures
 
-    def _try(self, way: Way, figures: RankFigures, measure: Callable[[Way, RankFigures], None]) -> None:
-        """Measure a way on its ranks while other ranks wait. A failure on one rank skips the way on all."""
-        if self._world.rank < way.num_ranks:
+    def _try(self, setup: TrainingSetup, figures: RankFigures, measure: _Measure) -> None:
+        """Measure a setup on its ranks while other ranks wait. A failure on one rank skips the setup on all."""
+        if self._world.rank < setup.num_ranks:
             try:
-                measure(way, figures)
+                measure(setup, figures)
             except (torch.OutOfMemoryError, MemoryExhaustedError):
                 figures.reason = "it does not fit into memory"
             except (AnyBatchError, RuntimeError, TypeError, ValueError, AttributeError) as error:
@@ -147,46 +150,47 @@ class _WayMeasurement:
             self._native = runs.unsplit()
         self._random_modules = self._world.gather_objects(tuple(found))[0]
 
-    def _measure_once(self, way: Way, figures: RankFigures) -> None:
+    def _measure_once(self, setup: TrainingSetup, figures: RankFigures) -> None:
         """Measure memory, bytes sent and gradients, which do not depend on the clock."""
-        self._measure_memory(way, figures)
+        self._measure_memory(setup, figures)
         clock = PhaseClock(self._world.device, waits=False)
-        with self._engine(way, observer=clock) as engine:
-            batch = self._batch(way)
+        with self._engine(setup, observer=clock) as engine:
+            batch = self._batch(setup)
             engine.step(batch)
             figures.gradient_bytes = clock.timed(lambda: engine.step(batch)).message_bytes
-        with self._engine(way, without_randomness=True) as engine:
-            found = whole_tensors(engine.gradients(self._batch(way)))
-            if way.num_samples < len(self._batches[0].sample_ids) or way.name == "native":
-                parts = islice((part for whole in self._batches for part in _parts(whole, way)), _MAX_PARTS)
+        with self._engine(setup, without_randomness=True) as engine:
+            found = whole_tensors(engine.gradients(self._batch(setup)))
+            if setup.num_samples < len(self._batches[0].sample_ids) or setup.name == "native":
+                parts = islice((part for whole in self._batches for part in _parts(whole, setup)), _MAX_PARTS)
                 figures.gradient_variance = variance_of([whole_tensors(engine.gradients(part)) for part in parts])
-        if self._world.rank == 0 and way.num_samples == len(self._batches[0].sample_ids):
+        if self._world.rank == 0 and setup.num_samples == len(self._batches[0].sample_ids):
             figures.gradient_error = relative_error(found, self._native)
 
-    def _measure_time(self, way: Way, figures: RankFigures) -> None:
+    def _measure_time(self, setup: TrainingSetup, figures: RankFigures) -> None:
         """Time some steps, each after a barrier, and as many steps without reduction."""
-        figures.step_seconds += self._seconds(way, self._engine(way))
-        if way.num_ranks > 1:
-            hardware = without_reduction(way.micro_batch_size, self._world)
-            figures.alone_seconds += self._seconds(way, Engine.from_spec(self._new_spec(), hardware))
+        figures.step_seconds += self._seconds(setup, self._engine(setup))
+        if setup.num_ranks > 1:
+            hardware = without_reduction(setup.micro_batch_size, self._world)
+            figures.unreduced_seconds += self._seconds(setup, Engine.from_spec(self._new_spec(), hardware))
 
-    def _seconds(self, way: Way, engine: Engine) -> list[float]:
+    def _seconds(self, setup: TrainingSetup, engine: Engine) -> list[float]:
         """Return the seconds of each timed step, after a warm-up step."""
-        found, batch = [], self._batch(way)
+        found, batch = [], self._batch(setup)
         with engine:
             for _ in range(_WARM_STEPS + _TIMED_STEPS):
-                if way.num_ranks > 1:
+                if setup.num_ranks > 1:
                     self._world.gather_numbers([0.0])
                 begun = time_after_work(self._world.device)
                 engine.step(batch)
                 found.append(time_after_work(self._world.device) - begun)
         return found[_WARM_STEPS:]
 
-    def _engine(self, way: Way, *, without_randomness: bool = False, observer: Any = None) -> Engine:  # noqa: ANN401 (an observer, or None)
-        """Return a new engine for a way; `without_randomness` puts random modules into evaluation mode."""
+    def _engine(self, setup: TrainingSetup, *, without_randomness: bool = False, observer: Any = None) -> Engine:  # noqa: ANN401 (an observer, or None)
+        """Return a new engine for a setup; `without_randomness` puts random modules into evaluation mode."""
         train = self._new_spec(without_randomness=without_randomness)
-        world = self._world if way.num_ranks > 1 else self._alone
-        hardware = Hardware(micro_batch_size=way.micro_batch_size, strategy=way.strategy or ReducingEach(), world=world)
+        world = self._world if setup.num_ranks > 1 else self._alone
+        strategy = setup.strategy or ReduceEveryMicroBatch()
+        hardware = Hardware(micro_batch_size=setup.micro_batch_size, strategy=strategy, world=world)
         return Engine.from_spec(train, hardware, observer=observer)
 
     def _new_spec(self, *, without_randomness: bool = False) -> TrainSpec:
@@ -198,20 +202,20 @@ class _WayMeasurement:
         modules.to(self._world.device)
         return spec_for_repeated_steps(spec)
 
-    def _batch(self, way: Way) -> EffectiveBatch:
-        return next(_parts(self._batches[0], way))
+    def _batch(self, setup: TrainingSetup) -> EffectiveBatch:
+        return next(_parts(self._batches[0], setup))
 
-    def _measure_memory(self, way: Way, figures: RankFigures) -> None:
+    def _measure_memory(self, setup: TrainingSetup, figures: RankFigures) -> None:
         for device in self._devices():
             begin_peak(device)
-        with self._engine(way) as engine:
-            batch = self._batch(way)
+        with self._engine(setup) as engine:
+            batch = self._batch(setup)
             engine.step(batch)
             recording = record_memory(engine)
             with recording:
                 engine.step(batch)
             # DDP allocates its buckets in C++, where the recording does not see them.
-            buckets = self._gradient_bytes if way.strategy in ("ddp", None) else 0
+            buckets = self._gradient_bytes if setup.strategy in ("ddp", None) else 0
             tensor_bytes = recording.report.timeline.peak_bytes + buckets
             used = [one for one in map(memory_in_use, self._devices()) if one is not None]
             figures.peak_bytes = max((one.peak_bytes for one in used), default=tensor_bytes)
@@ -227,14 +231,14 @@ class _WayMeasurement:
         return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
 
 
-def _parts(whole: CachedBatch, way: Way) -> Iterator[EffectiveBatch]:
-    """Split a batch into batches of `way.num_samples` samples, one for each update; skip a smaller rest."""
+def _parts(whole: CachedBatch, setup: TrainingSetup) -> Iterator[EffectiveBatch]:
+    """Split a batch into batches of `setup.num_samples` samples, one for each update; skip a smaller rest."""
     number = len(whole.sample_ids)
-    if way.num_samples >= number:
+    if setup.num_samples >= number:
         yield whole
         return
-    for start in range(0, number - way.num_samples + 1, way.num_samples):
-        yield CachedBatch(BatchSubset(whole, range(start, start + way.num_samples)))
+    for start in range(0, number - setup.num_samples + 1, setup.num_samples):
+        yield CachedBatch(BatchSubset(whole, range(start, start + setup.num_samples)))
 
 
 def whole_tensors(gradients: Gradients) -> dict[str, Tensor | None]:

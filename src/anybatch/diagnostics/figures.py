@@ -26,7 +26,7 @@ def _save(figure: Any, path: Path) -> None:  # noqa: ANN401 (of an optional depe
 
 
 def draw_comparison(report: ComparisonReport, path: Path) -> None:
-    """Draw bars for each way: time per sample with the part of communication, peak memory, bytes sent in a step."""
+    """Draw bars for each setup: time per sample with the part of communication, peak memory, bytes sent in a step."""
     results = report.results
     figure = _figure(path, 11, 1.6 + 0.36 * len(results))
     time, memory, traffic = figure.subplots(1, 3, sharey=True)

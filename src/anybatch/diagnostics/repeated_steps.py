@@ -44,7 +44,7 @@ class CachedBatch:
         return self._layouts[packed]
 
     def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
-        """Yield one micro-batch for each unit; load them only if the units differ from the last call's."""
+        """Yield one micro-batch for each unit (its samples' positions); load only if the units have changed."""
         if self._loaded is None or self._loaded[0] != units:
             self._loaded = units, list(self._batch.feed(units, later_units))
         yield from self._loaded[1]
@@ -81,8 +81,8 @@ class Unreduced(LocalSums):
 def without_reduction(micro_batch_size: int | Literal["auto"] | None, world: World) -> Hardware:
     """Return a strategy that runs this rank's share of a step without communication.
 
-    The batch is split as with communication, and losses are divided by the count of all ranks. Weights and gradients
-    are not sharded, for any strategy. A loss across samples still gathers the outputs of other ranks.
+    The batch is split as with communication, and losses are divided by the number of items on all ranks. Weights and
+    gradients are not sharded, for any strategy. With `ab.joint`, outputs of other ranks are still gathered.
     """
     # A world created directly has no process group for counts and errors, so it does not communicate.
     local_world = World(world.rank, world.size, world.device)

@@ -116,7 +116,7 @@ def measure_scaling(
     bucket_sizes: Sequence[int] | None = None,
     max_seconds: float = 20.0,
     num_cores: int | None = None,
-    tell: Callable[[str], None] | None = None,
+    on_progress: Callable[[str], None] | None = None,
 ) -> ScaleReport:
     """Start ranks on the CPUs of this machine, measure the steps of a job, and report what limits their speed.
 
@@ -136,7 +136,7 @@ def measure_scaling(
         bucket_sizes: bytes of the buckets to try; None: 1, 5, 25, 50 and 100 MiB, and parts of the gradients.
         max_seconds: approximate seconds of interleaved steps.
         num_cores: number of cores shared by the ranks; None: those that this process may use.
-        tell: function (text) that receives the progress in another process; must be picklable.
+        on_progress: function (text) that receives the progress in another process; must be picklable.
 
     Raises:
         UserError: the number of ranks is below 1.
@@ -151,7 +151,7 @@ def measure_scaling(
         bucket_sizes=bucket_sizes,
         max_seconds=max_seconds,
         device="cpu",
-        tell=tell,
+        on_progress=on_progress,
     )
     with RankPool(num_ranks, timeout_seconds=_MAX_WAIT_SECONDS, start_processes=True) as pool:
         report: ScaleReport = pool.run(measure)[0]
@@ -167,7 +167,7 @@ def scale_on_ranks(
     bucket_sizes: Sequence[int] | None = None,
     max_seconds: float = 20.0,
     device: str | None = None,
-    tell: Callable[[str], None] | None = None,
+    on_progress: Callable[[str], None] | None = None,
 ) -> ScaleReport:
     """Run the measurements of `measure_scaling` on existing ranks; call this on every rank of a launcher.
 
@@ -177,7 +177,7 @@ def scale_on_ranks(
     settings = RunSettings() if settings is None else settings
     with World.from_environment(device=device) as world:
         times = RankMeasurement(
-            world, train, data, settings, bucket_sizes=bucket_sizes, max_seconds=max_seconds, tell=tell
+            world, train, data, settings, bucket_sizes=bucket_sizes, max_seconds=max_seconds, on_progress=on_progress
         ).times()
         evidence = evidence_of(world.gather_objects(times))
     settings = dataclasses.replace(settings, micro_batch_size=evidence.micro_batch_size)

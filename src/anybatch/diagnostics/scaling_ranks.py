@@ -130,9 +130,9 @@ class RankMeasurement:
         *,
         bucket_sizes: Sequence[int] | None,
         max_seconds: float,
-        tell: Callable[[str], None] | None,
+        on_progress: Callable[[str], None] | None,
     ) -> None:
-        self._world, self._train, self._data, self._tell_user = world, train, data, tell
+        self._world, self._train, self._data, self._on_progress = world, train, data, on_progress
         self._bucket_sizes, self._max_seconds = bucket_sizes, max_seconds
         batches = iter(data(steps=WARM_UP_STEPS)(0))
         self._batches = [next(batches) for _ in range(WARM_UP_STEPS)]
@@ -142,7 +142,7 @@ class RankMeasurement:
 
     def times(self) -> RankTimes:
         """Run all measurements and return their results."""
-        self._tell("loading a share")
+        self._report("loading a share")
         share = self._placement.plan(len(self._batches[0].sample_ids)).shares[self._world.rank]
         load_seconds, load_processor_seconds = self._load()
         spec = self._train()
@@ -156,7 +156,7 @@ class RankMeasurement:
         loading: list[RankSeconds] = []
         loading_alone: list[RankSeconds] = []
         for number in range(NUM_REPEATS):
-            self._tell(f"steps that load their samples, {number + 1} of {NUM_REPEATS} times")
+            self._report(f"steps that load their samples, {number + 1} of {NUM_REPEATS} times")
             loading += self._loading_steps()
             if self._world.rank == 0 and self._world.size > 1:
                 loading_alone += self._loading_steps(alone=True)
@@ -242,7 +242,7 @@ class RankMeasurement:
         found: dict[str, list[RankSeconds]] = {kind: [] for kind in kinds}
         rounds, number = WARM_UP_STEPS + MIN_ROUNDS, 0
         while number < rounds:
-            self._tell(f"interleaved steps of {len(kinds)} kinds, round {number + 1} of {rounds}")
+            self._report(f"interleaved steps of {len(kinds)} kinds, round {number + 1} of {rounds}")
             begun = time.perf_counter()
             # The order alternates, because caches and clock rates depend on the step before.
             for kind in list(kinds)[:: -1 if number % 2 else 1]:
@@ -290,15 +290,15 @@ class RankMeasurement:
 
     def _fastest_size(self) -> int:
         """Return the micro-batch size that "auto" chooses on these ranks."""
-        self._tell("trying sizes of micro-batches")
+        self._report("trying sizes of micro-batches")
         clock = PhaseClock(self._world.device, waits=False)
         with self._engine(self._settings, clock, CURRENT) as engine:
             size = engine.step(self._batches[0]).plan.split.micro_batch_size
         return size or len(self._batches[0].sample_ids)
 
-    def _tell(self, words: str) -> None:
-        if self._tell_user is not None and self._world.rank == 0:
-            self._tell_user(f"{self._world.size} rank{'s' * (self._world.size > 1)}: {words}")
+    def _report(self, words: str) -> None:
+        if self._on_progress is not None and self._world.rank == 0:
+            self._on_progress(f"{self._world.size} rank{'s' * (self._world.size > 1)}: {words}")
 
     def _barrier(self) -> None:
         self._world.gather_numbers([0.0])

@@ -196,8 +196,8 @@ class LoopContext:
 def accumulate(context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, Batch]]) -> Sums:
     """Add up the exact gradient of one effective batch, micro-batch by micro-batch.
 
-    It equals that of one backward of `sum(losses) / count` over all samples of all ranks, because every micro-batch's
-    sum is divided by the count of the *whole* effective batch before its backward, and gradients add up.
+    It equals the gradient of `sum(losses) / count` over all samples of all ranks, where `count` is the number of items
+    in the *whole* effective batch: every micro-batch's sum is divided by it before its backward, and gradients add up.
     """
     call, inputs = context.prepared.call, context.prepared.backward_inputs
     scale = context.scaler.scale if context.scaler.enabled else None

@@ -255,7 +255,7 @@ class BatchNormRunner:
 
     @contextmanager
     def two_passes(self) -> Iterator[Callable[[MicroBatch], AbstractContextManager[object]]]:
-        """Prepare layers for a loss across samples; yield a function that makes contexts for first-pass forwards."""
+        """Prepare layers for an `ab.joint` loss; yield a function that makes contexts for first-pass forwards."""
         if self.is_idle:
             yield lambda _: nullcontext()
             return
@@ -321,7 +321,7 @@ class BatchNormRunner:
         """Normalise with the statistics of the current micro-batches of all ranks."""
         part = partial_statistics(call.values)
         self._record(call, [part])
-        # A filler takes part in the sum with a count of 0, because the other ranks wait for this rank.
+        # A filler takes part in the sum with 0 samples, because the other ranks wait for this rank.
         counted = part if self._unit.weight else PartialStatistics(0, part.mean, part.squares)
         statistics, _ = merge_statistics([counted], self._ranks, torch.zeros_like(part.mean[0]))
         return normalise_with(call.values, statistics, call.weight, call.bias, call.eps)

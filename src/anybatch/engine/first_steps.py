@@ -99,7 +99,7 @@ class FirstSteps:
         self.notifier.warn(
             "batch_norm_by_micro_batch",
             f"{which} normalised each of {num_micro_batches} micro-batches by its own statistics. So the gradient "
-            "differs from the gradient of the un-split batch and depends on the split. Use norms='exact' (statistics "
+            "differs from the gradient of the unsplit batch and depends on the split. Use norms='exact' (statistics "
             "of the effective batch), norms=anybatch.norms.Ghost(group_size=32) (of fixed groups), norms='freeze' "
             "(running statistics) or norms='sync' (over ranks); norms='keep' accepts this and silences the warning.",
         )

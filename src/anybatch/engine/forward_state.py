@@ -1,6 +1,6 @@
 """State that a forward changes (a queue, a centre, a codebook), other than normalisation statistics.
 
-In an un-split batch, the forward reads such state once; in a split batch, each micro-batch would read the value that
+In an unsplit batch, the forward reads such state once; in a split batch, each micro-batch would read the value that
 the previous one has written. `BufferUpdates` updates chosen buffers once per step; `StateWatch` warns of others.
 """
 
@@ -126,7 +126,7 @@ class BufferUpdates:
 
     def pool(self) -> None:
         """Compute the new values from all ranks; call this when no rank can abort the step any more."""
-        # Not the plan's numbers of samples, because micro-batches with a count of 0 do not run.
+        # Not the plan's numbers of samples, because micro-batches without items of the loss do not run.
         rows = self._world.gather_numbers((self._num_counted,)) if self._pools else []
         for pool in self._pools:
             with torch.no_grad():
@@ -282,7 +282,7 @@ class StateWatch:
             "forward_updates_state",
             f"the forward updates state: {', '.join(map(repr, names[:_MAX_NAMES]))}{more}, in each of "
             f"{num_micro_batches} micro-batches instead of once per step. If the forward also reads this state, the "
-            "gradient depends on the split and differs from the gradient of the un-split batch. "
+            "gradient depends on the split and differs from the gradient of the unsplit batch. "
             f"Engine(buffers={{{names[0]!r}: 'mean'}}) starts each micro-batch from the value "
             "before the step and sets the mean over samples; 'first' takes the first micro-batch's value (spectral "
             "norms), a function combines the values (queues), and 'keep' silences this warning.",

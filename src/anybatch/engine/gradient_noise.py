@@ -68,8 +68,8 @@ def check_noise(noise: object, loss: Loss, features: Mapping[Feature, str]) -> N
 class NoiseOfStep:
     """Values on the device that determine the gradient noise of one effective batch.
 
-    `sums` is the sum of squared counts, and of squared gradient norms, over all micro-batches and ranks. If the loss
-    function returns the count, `guess` is the preliminary divisor of gradients, used before the count was known.
+    `sums` is the sum of squared counts (numbers of items), and of squared gradient norms, over all micro-batches and
+    ranks. If the loss function returns the count, `guess` is the divisor used before the count was known.
     """
 
     squared_norm: Float[Tensor, ""]

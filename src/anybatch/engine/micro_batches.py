@@ -63,10 +63,10 @@ class CountedBatch(NamedTuple):
 
     Attributes:
         planned: the batch and its plan.
-        divisors: the count of each loss term over all ranks.
+        divisors: the count of each loss term (the number of items it averages over), over all ranks.
         micro_batches: this rank's micro-batches that contribute to the loss, each with its data on the device.
-        replay: the data of `micro_batches` again, for the second pass of a loss across samples; empty for other losses.
-        seed: seed of the random numbers that a loss across samples draws once for the whole effective batch.
+        replay: the data of `micro_batches` again, for the second pass of `ab.joint`; empty for other losses.
+        seed: seed of the random numbers that an `ab.joint` loss draws once for the whole effective batch.
     """
 
     planned: PlannedBatch

@@ -129,7 +129,7 @@ class Notifier:
         values = iter(contributions)
         for name, factor in zip(self._loss.names, micro_batch.factors, strict=True):
             counts[name] = factor.count
-            if factor.has_value and contributions:  # a loss across samples has none per micro-batch
+            if factor.has_value and contributions:  # an `ab.joint` loss has none per micro-batch
                 contribution = next(values)
                 # Divide by the factor to get the term's sum, unless the factor is 0.
                 sums[name] = contribution / factor.of_sum if factor.of_sum else contribution
@@ -150,7 +150,7 @@ class Notifier:
 
     @contextmanager
     def gathering(self, num_bytes: int) -> Iterator[None]:
-        """Report the all-gather of the ranks' outputs, for a loss across samples."""
+        """Report the all-gather of the ranks' outputs, for an `ab.joint` loss."""
         if self.observers:
             # As bytes, since one message contains outputs of all dtypes.
             self.send(self._reduction("begin", 0, num_bytes, torch.uint8, "all_gather"))

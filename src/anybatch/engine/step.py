@@ -126,7 +126,7 @@ class Executor(Protocol):
     """Adds up the gradient of one effective batch, and can abort the step on all ranks."""
 
     has_exchanged: bool
-    """Whether ranks have exchanged outputs for a loss across samples; set to False before each attempt of a step."""
+    """Whether ranks have exchanged outputs for an `ab.joint` loss; set to False before each attempt of a step."""
 
     def __call__(self, counted: CountedBatch) -> Sums:
         """Run all micro-batches of this rank."""
@@ -146,7 +146,7 @@ def choose_executor(
     *,
     num_noise_sums: int = 0,
 ) -> Executor:
-    """Return the executor for a loss: one pass, or two for a loss across samples."""
+    """Return the executor for a loss: one pass, or two for `ab.joint`."""
     abort: Callable[[], None] = _no_abort
     if context.prepared.abort is not None:
         # Allocated now: a rank that is out of memory cannot allocate the message with which it aborts a step.
@@ -182,7 +182,7 @@ def _no_abort() -> None:
 
 
 class SummedBatch(NamedTuple):
-    """The result of an effective batch: its gradient, summed over micro-batches and ranks, and divided by the count."""
+    """The gradient of an effective batch, summed over micro-batches and ranks, and divided by the number of items."""
 
     planned: PlannedBatch
     gradients: Sequence[torch.Tensor | None]
@@ -193,7 +193,7 @@ class SummedBatch(NamedTuple):
 
 
 class LateDivision:
-    """Divides gradients by a count that the loss function returned, so that it is known only after all micro-batches.
+    """Divides gradients by the number of items that the loss function returned, known only after all micro-batches.
 
     Then ranks have agreed on the step and cannot repeat it after an out-of-memory error. So memory is allocated before.
     """

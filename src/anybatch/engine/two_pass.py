@@ -1,4 +1,4 @@
-"""Losses across samples: encode all micro-batches, compute the loss of the whole effective batch, and encode again."""
+"""`ab.joint`, losses across samples: encode all micro-batches, compute the loss of the whole batch, encode again."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext

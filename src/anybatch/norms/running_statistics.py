@@ -41,9 +41,9 @@ def merge_statistics(
 ) -> tuple[Statistics, Float[Tensor, ""]]:
     """Return the statistics of all parts of all ranks together, and the next token.
 
-    Parts with a count of 0 contribute nothing, but stay in the graph, which has to be the same on all ranks. The token
-    orders the sums over ranks in the backward: each depends on the sum of the next layer in forward order, so that all
-    ranks run the sums in the same order.
+    Parts without samples (count 0) contribute nothing, but stay in the graph, which has to be the same on all ranks.
+    The token orders the sums over ranks in the backward: each depends on the sum of the next layer in forward order, so
+    that all ranks run the sums in the same order.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979:
     mean = sum n_k mean_k / N, and N variance = sum (squares_k + n_k (mean_k - mean)^2).

@@ -112,7 +112,7 @@ class DataParallel(LocalSums):
     def _call(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (the loss's result)
         try:
             num_samples = count_samples(batch)
-        except DataError:  # such as for a loss across samples, whose batch is not split
+        except DataError:  # such as for an `ab.joint` loss, whose batch is not split
             num_samples = 0
         stand_ins = {name: model.stand_in(num_samples) for name, model in self._models.items()}
         try:

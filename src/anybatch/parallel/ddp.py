@@ -278,7 +278,7 @@ def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Fu
     flat = bucket.buffer()
     on_reduction, on_cpu = reductions.on_reduction(), flat.device.type == "cpu"
     sent = flat.bfloat16() if reductions.compression and dist.get_world_size() > 1 else flat
-    # DDP's default hook would divide by the number of ranks; the engine divides once, by the count of the whole batch.
+    # DDP's default hook would divide by the number of ranks; the engine divides once, by the whole batch's items.
     if on_reduction is not None:
         on_reduction(bucket.index(), sent.numel() * sent.itemsize, sent.dtype)
     work = dist.all_reduce(sent, async_op=True)

@@ -209,7 +209,7 @@ def step_seconds(
 ) -> StepSeconds:
     """Return the time of a step on a rank that runs micro-batches of the given sizes.
 
-    The first micro-batch creates the gradients, later ones add to them. A loss across samples runs all forwards first,
+    The first micro-batch creates the gradients, later ones add to them. An `ab.joint` loss runs all forwards first,
     so the first traced micro-batch computes more than later ones; then every micro-batch gets the mean of the traced
     times.
     """

@@ -15,7 +15,7 @@ from anybatch.cli.status import Status
 from anybatch.core.run_config import RunConfig
 from anybatch.diagnostics.compare import ComparisonReport, compare
 from anybatch.diagnostics.compared_ranks import variance_of
-from anybatch.diagnostics.compared_ways import Way, ways_of
+from anybatch.diagnostics.compared_setups import TrainingSetup, training_setups
 from anybatch.diagnostics.figures import draw_comparison
 from anybatch.errors import BatchSizeError, UserError
 from anybatch.recipes.load import MeasuredJob
@@ -23,9 +23,9 @@ from tests.cli.small import SPEC
 from tests.raising import raises
 
 
-def ways(effective: int = 16, micro: int = 2, devices: int = 2) -> dict[str, Way]:
+def ways(effective: int = 16, micro: int = 2, devices: int = 2) -> dict[str, TrainingSetup]:
     """Return the ways by name."""
-    found = ways_of(effective_batch_size=effective, micro_batch_size=micro, num_devices=devices)
+    found = training_setups(effective_batch_size=effective, micro_batch_size=micro, num_devices=devices)
     return {way.name: way for way in found}
 
 

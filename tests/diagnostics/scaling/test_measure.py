@@ -69,7 +69,7 @@ def data(*, steps: int) -> Any:
 def measured(**changed: Any) -> list[RankTimes]:
     """Run short measurements on every rank; return the results of all of them."""
     settings = RunSettings(micro_batch_size=MICRO_BATCH_SIZE, bucket_bytes=1)
-    options = {"settings": settings, "bucket_sizes": None, "max_seconds": 0.01, "tell": None} | changed
+    options = {"settings": settings, "bucket_sizes": None, "max_seconds": 0.01, "on_progress": None} | changed
     with World.from_environment(device="cpu") as world:
         found: list[RankTimes] = world.gather_objects(RankMeasurement(world, train, data, **options).times())
     return found
@@ -104,7 +104,7 @@ def test_kinds_of_step(two_ranks: Ranks, tmp_path: Path) -> None:
     One rank prints each part before it starts.
     """
     told = tmp_path / "words"
-    asked = partial(measured, bucket_sizes=(1, 100, 10**6), tell=partial(note_in, told))
+    asked = partial(measured, bucket_sizes=(1, 100, 10**6), on_progress=partial(note_in, told))
     found: list[RankTimes] = two_ranks.run(asked)[0]
 
     assert [one.share for one in found] == [7, 7]

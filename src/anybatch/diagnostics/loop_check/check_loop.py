@@ -34,7 +34,7 @@ def check_loop(
     ranks: Literal[1, 2] | None = None,
     time_limit_seconds: float = 20.0,
 ) -> LoopReport:
-    """Judge an unchanged training loop: does each optimizer step use the gradient of its un-split batch?
+    """Judge an unchanged training loop: does each optimizer step use the gradient of its unsplit batch?
 
     The loop is a function of a model, a loader or data set, and usually an optimizer and a number of accumulation
     steps; `judged_loop.ROLES` has the names that parameters may have. It runs for two epochs on 31 samples in

@@ -304,7 +304,7 @@ class _Judge:
                     self._add("not_unscaled", value, "the same gradient", scaled_step.line)
 
     def _find_unexplained(self) -> None:
-        """Find a step whose gradient differs from its un-split gradient for another reason."""
+        """Find a step whose gradient differs from its unsplit gradient for another reason."""
         for step in self.steps if self.unit_gradients.scale_is_known else ():
             unsplit = step.gradient * 0
             if (rows := self.unit_gradients.of(tuple(step.ids))) is not None:

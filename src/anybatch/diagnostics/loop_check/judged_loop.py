@@ -336,7 +336,7 @@ def prepare_process(*, in_group: bool) -> None:
     for name in ("synchronize", "set_device", "reset_peak_memory_stats", "init", "current_device"):
         setattr(torch.cuda, name, nothing)
     if in_group:
-        if not dist.is_initialized():  # a loop for several ranks also runs alone, to measure unit gradients
+        if not dist.is_initialized():  # a loop for several ranks also runs alone, to measure single gradients
             set_launch_variables(0, 1)
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         vars(dist).update(init_process_group=nothing, destroy_process_group=nothing)

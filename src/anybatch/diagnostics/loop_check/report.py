@@ -32,7 +32,7 @@ not_divided: The mean losses of the micro-batches are added and not divided, so 
     Divide the loss sum of each micro-batch by the number of samples in its window.
 constant_divisor: Every loss is divided by the same number, also in a step with fewer micro-batches.
     Divide the loss sum of each micro-batch by the number of samples that its window really has.
-constant_factor: Every gradient is the gradient of the un-split batch times the same number.
+constant_factor: Every gradient is the gradient of the unsplit batch times the same number.
     Divide once, by the number of items that the loss is a mean over.
 wrong_total: The gradients are too large or too small, by different factors.
     Divide loss sums by the items that the loss is a mean over, counted over the window.
@@ -52,7 +52,7 @@ draws_random_numbers: A gradient depends on random numbers of the loop (mixup, n
     Switch the random part off and check again.
 not_unscaled: A gradient depends on the scale of GradScaler: it is clipped or used while scaled.
     Call scaler.unscale_(optimizer) before clipping, and step by scaler.step(optimizer).
-unexplained: A gradient differs from the un-split gradient for an unknown reason.
+unexplained: A gradient differs from the unsplit gradient for an unknown reason.
     Look at the lines between the backward and optimizer.step().
 samples_duplicated: Samples occur more than once per epoch, as DistributedSampler does to make shares equal.
     Use shares of different lengths and divide by the number of samples of all ranks, as ab.batches does.
@@ -88,7 +88,7 @@ _MAX_PRINTED_STEPS = 8
 
 
 class LoopVerdict(StrEnum):
-    """How the gradients of a loop compare with un-split gradients."""
+    """How the gradients of a loop compare with unsplit gradients."""
 
     EXACT = "exact"
     CONSTANT_FACTOR = "equal up to a constant factor"
@@ -142,7 +142,7 @@ class Window:
     step: int  # from 1
     micro_batches: tuple[tuple[int, ...], ...]  # samples of each forward, rank by rank
     found: Mapping[int, float]  # sample -> weight in the optimizer's gradient, without zeros
-    expected: Mapping[int, float]  # sample -> weight in the un-split batch, without samples that have no gradient
+    expected: Mapping[int, float]  # sample -> weight in the unsplit batch, without samples that have no gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

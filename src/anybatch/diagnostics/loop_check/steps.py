@@ -1,7 +1,7 @@
 """The optimizer steps of a loop over all ranks, and the weights of samples in their gradients.
 
-A weight is relative to the gradient that the same loop has on one un-split batch. The loss is the user's and unknown,
-so the loop itself runs on one batch, with accumulation steps of one. This gives its un-split gradient, and with it the
+A weight is relative to the gradient that the same loop has on one unsplit batch. The loss is the user's and unknown,
+so the loop itself runs on one batch, with accumulation steps of one. This gives its unsplit gradient, and with it the
 gradient of each sample with weight one (its unit gradient). If the loop cannot run like that, the scale comes from the
 common loss whose gradient has the same direction; if no common loss has it, the scale is unknown.
 """
@@ -149,7 +149,7 @@ class UnitGradients:
     def of(self, ids: Sequence[int]) -> TableGradient | None:
         """Return the unit gradients of these samples, one row per sample; None if unknown.
 
-        The mean of the rows is the samples' un-split gradient. A row is zero if its target is masked.
+        The mean of the rows is the samples' unsplit gradient. A row is zero if its target is masked.
         """
         key = tuple(sorted(set(ids)))
         if key not in self._measured:
@@ -229,7 +229,7 @@ def is_combination(gradient: TableGradient, unit_rows: TableGradient) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The factor of a micro-batch's mean gradient in a step, and the factor that the un-split batch has."""
+    """The factor of a micro-batch's mean gradient in a step, and the factor that the unsplit batch has."""
 
     micro_batch: Forward
     found: float
@@ -255,7 +255,7 @@ def shares_of(step: Step, unit_gradients: UnitGradients) -> list[Share]:
 
 
 def total_of(shares: Sequence[Share]) -> float:
-    """Return the sum of the shares relative to the un-split batch: 1 in a correct step."""
+    """Return the sum of the shares relative to the unsplit batch: 1 in a correct step."""
     return sum(share.found for share in shares) / sum(share.expected for share in shares)
 
 

@@ -41,7 +41,7 @@ _NOT_LAST = Turn(first=False, last=False)
 class UndeclaredLoss:
     """A loss function without a declaration.
 
-    If the check finds that it returns a mean over samples (`is_mean`), calls return a sum and a count.
+    If the check finds that it returns a mean over samples (`is_mean`), calls return a sum and a count of items.
     """
 
     def __init__(self, function: LossFunction, *, is_mean: bool = False) -> None:

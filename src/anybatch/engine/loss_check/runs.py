@@ -119,7 +119,7 @@ class LossRuns:
             self.parts, self._buffers, self._wide = before, buffers, None
 
     def counts(self, piece: Piece) -> tuple[float, ...]:
-        """Return the count of a piece for each term."""
+        """Return the count of a piece for each term: the number of items that the term averages over."""
         return unit_counts(self.parts.loss, copied(piece.batch), piece.num_samples)
 
     def gradient(self, pieces: Sequence[Piece], *, is_full: bool = False) -> Gradients:
@@ -130,7 +130,7 @@ class LossRuns:
         counts = [self.counts(piece) for piece in pieces]
         divisors = [sum(column) for column in zip(*counts, strict=True)]
         if not any(divisors):
-            message = "these samples have a count of 0"
+            message = "these samples have no items of the loss"
             raise NothingToCompareError(message)
         if is_full:
             self._norms.reset()

@@ -71,7 +71,7 @@ class TrialParts:
     def why_not_timed(self) -> str:
         """Why timings must not determine sizes in this run, as a clause; empty if they may."""
         if self.context.loss.kind.encode is not None:
-            return "a loss across samples runs each forward twice if it is split"
+            return "a loss across samples (ab.joint) runs each forward twice if the batch is split"
         if any(map(is_compiled, self.modules.modules())):
             return "torch.compile would recompile the model for each size"
         if torch.are_deterministic_algorithms_enabled():
@@ -143,7 +143,7 @@ class TrialRuns:
         # Not strict, because there are at most `max_number` pieces.
         for start, piece in zip(range(0, self.num_samples, size), pieces, strict=False):
             stop = min(start + size, self.num_samples)
-            # Divided by the micro-batch's count: without an update, the count of the whole batch is not needed.
+            # Divided by the micro-batch's number of items: without an update, that of the whole batch is not needed.
             counts = unit_counts(self._context.loss, piece, stop - start)
             factors = factors_of(self._context.loss, counts, counts, 1.0)
             if any(counts):

@@ -52,7 +52,7 @@ class LossTerms:
     terms: tuple[LossTerm, ...]
 
     def whole_batch_loss(self, model: nn.Module, samples: Samples) -> Tensor:
-        """Return the loss of an un-split batch; the gradient of every split must be equal to its gradient."""
+        """Return the loss of an unsplit batch; the gradient of every split must be equal to its gradient."""
         means = self.function(model, samples)
         counted = [term.weight * means[term.name] for term in self.terms if term.count(samples)]
         return torch.stack(counted).sum()

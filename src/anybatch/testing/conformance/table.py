@@ -70,12 +70,12 @@ def declaration(loss: LossTerms) -> Loss:
 class HandWrittenLoop:
     """Gradient accumulation as usually written by hand.
 
-    Without a fault, it correctly divides every micro-batch's sums by the counts of its window. With a fault:
+    Without a fault, it correctly divides every micro-batch's sums by the counts of the effective batch. With a fault:
 
-    - "mean of means" divides each micro-batch's mean loss by the number of micro-batches of the window;
-    - "constant divisor" divides it by the number of micro-batches of a full window;
-    - "dropped tail" skips the step of a window that is not full;
-    - "duplicated samples" fills up the last window with the first samples, and is correct otherwise.
+    - "mean of means" divides each micro-batch's mean loss by the number of micro-batches in the effective batch;
+    - "constant divisor" divides it by the number of micro-batches in a full effective batch;
+    - "dropped tail" skips the step of an effective batch that is not full;
+    - "duplicated samples" fills up the last effective batch with the first samples, and is correct otherwise.
     """
 
     fault: LoopFault | None = None
@@ -117,7 +117,7 @@ def _plain_mean(loss: LossTerms, part: Samples, divisor: int, model: nn.Module) 
 
 
 def _share(loss: LossTerms, part: Samples, batch: Samples, model: nn.Module) -> Tensor:
-    """Return a micro-batch's sums divided by the counts of its window; terms without items here are left out."""
+    """Return a micro-batch's sums divided by the effective batch's counts; terms without items here are left out."""
     means = loss.function(model, part)
     counts = [(term, term.count(part), term.count(batch)) for term in loss.terms]
     shares = [term.weight * means[term.name] * here / all_ for term, here, all_ in counts if here]
@@ -175,7 +175,7 @@ class Table:
 def run(adapter: Adapter, cases: Sequence[Case] = CASES, *, tolerance: float = 1e-12) -> Table:
     """Run a trainer on all cases.
 
-    Each step's gradient and, if the trainer reports them, its samples are compared with the plain un-split computation.
+    Each step's gradient and, if the trainer reports them, its samples are compared with the plain unsplit computation.
 
     Args:
         adapter: the trainer.

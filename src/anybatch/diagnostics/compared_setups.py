@@ -10,11 +10,11 @@ BatchKind = Literal["small", "whole", "micro-batches"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """One way of using devices."""
+class TrainingSetup:
+    """One combination of devices, strategy and micro-batch size."""
 
     name: str
-    strategy: str | None  # of the engine; None: DDP that reduces after every micro-batch (`ReducingEach`)
+    strategy: str | None  # of the engine; None: DDP that reduces after every micro-batch (`ReduceEveryMicroBatch`)
     num_devices: int
     num_ranks: int
     num_samples: int  # of one update
@@ -40,8 +40,8 @@ _WAYS: tuple[tuple[str, str | None, bool, BatchKind, int], ...] = (
 _LINES_WITH_ANYBATCH = 3
 
 
-def ways_of(*, effective_batch_size: int, micro_batch_size: int, num_devices: int) -> tuple[Way, ...]:
-    """Return the ways of training with one effective batch size."""
+def training_setups(*, effective_batch_size: int, micro_batch_size: int, num_devices: int) -> tuple[TrainingSetup, ...]:
+    """Return the training setups to compare at one effective batch size."""
     if not 1 <= micro_batch_size <= effective_batch_size:
         message = (
             f"{micro_batch_size=} must be between 1 and {effective_batch_size}, the number of samples in the batch."
@@ -57,7 +57,7 @@ def ways_of(*, effective_batch_size: int, micro_batch_size: int, num_devices: in
         raise BatchSizeError(
             message, code="too_few_samples", effective_batch_size=effective_batch_size, world_size=num_devices
         )
-    ways = []
+    setups = []
     for name, strategy, uses_all, kind, lines in _WAYS:
         num_ranks = num_devices if uses_all and strategy != "data_parallel" else 1
         num_samples = micro_batch_size if kind == "small" else effective_batch_size
@@ -67,8 +67,8 @@ def ways_of(*, effective_batch_size: int, micro_batch_size: int, num_devices: in
             unmeasured = "it needs several devices, and one is used"
         elif kind == "micro-batches" and micro_batch_size >= share:
             unmeasured = f"a share of {share} samples is one micro-batch, so nothing is accumulated"
-        ways.append(
-            Way(
+        setups.append(
+            TrainingSetup(
                 name=name,
                 strategy=strategy,
                 num_devices=num_devices if uses_all else 1,
@@ -80,4 +80,4 @@ def ways_of(*, effective_batch_size: int, micro_batch_size: int, num_devices: in
                 unmeasured=unmeasured,
             )
         )
-    return tuple(ways)
+    return tuple(setups)
