@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from anybatch.diagnostics.loop_check.judged_loop import ROLES
 from anybatch_guide.experiments import length_cuts, trainer_losses, wrong_losses
 from anybatch_guide.tasks.task import load
 from guide.tests.recorded_again import made_again, recording
@@ -21,13 +22,23 @@ def data_of(name: str) -> Any:
 
 @pytest.mark.slow
 def test_a_sum_of_four_means_is_four_times_the_gradient() -> None:
-    """The loops of the mistakes are run: without division, the relative gradient error is three."""
-    digits = load("digits")
-    full = wrong_losses.FULL
+    """The loops of the mistakes are run: without division, loss and gradient are four times as large."""
+    short = wrong_losses.first_rows(load("digits"), 2 * wrong_losses.BATCH + 21)
+    wrong, right = wrong_losses.split("no_division", task=short), wrong_losses.split("right", task=short)
 
-    assert wrong_losses.gradient_error("no_division", digits, full) == pytest.approx(3, rel=1e-12)
-    assert wrong_losses.gradient_error("right", digits, full) < 1e-12
-    assert wrong_losses.gradient_error("right", digits, wrong_losses.RAGGED) < 1e-12
+    assert wrong_losses.gradient_error(wrong) == pytest.approx(3, rel=1e-12)
+    assert wrong.wrong.losses[0] == pytest.approx(4 * wrong.right.losses[0], rel=1e-12)
+    assert wrong_losses.gradient_error(right) < 1e-12
+    assert right.wrong.losses == pytest.approx(right.right.losses, rel=1e-12)
+
+
+@pytest.mark.slow
+def test_the_page_has_the_names_and_the_output_of_the_judge() -> None:
+    """The page reads pasted loops with the judge's names of parameters, and shows its present output."""
+    recorded = data_of("wrong_losses")
+
+    assert recorded["roles"] == dict(ROLES)
+    assert recorded["example"] == {"source": wrong_losses.EXAMPLE, "output": wrong_losses.judged(wrong_losses.EXAMPLE)}
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Gradient errors of transformers' unmodified `Trainer`, compared with the mean over all samples of each step."""
+"""Losses and gradient errors of transformers' unmodified `Trainer`, compared with all samples of each step."""
 
 import importlib
 import importlib.util
@@ -43,20 +43,22 @@ def run(emit: Emit) -> Data:
     transformers = importlib.import_module("transformers")
     trainer = transformers.Trainer
     custom, undivided = with_custom_loss(trainer), with_undivided_loss(trainer)
-    cases: dict[str, Callable[[], list[float]]] = {
-        "own_model": lambda: errors(trainer, language(transformers), shifted(), SENTENCES),
-        "module": lambda: errors(trainer, Averaging(load("text")), rows_of("text"), SENTENCES),
-        "module_ragged": lambda: errors(trainer, Averaging(load("digits")), rows_of("digits"), DIGITS),
-        "module_items": lambda: errors(trainer, ByItems(load("text")), rows_of("text"), SENTENCES),
-        "module_items_ragged": lambda: errors(trainer, ByItems(load("digits")), rows_of("digits"), DIGITS),
-        "compute_loss": lambda: errors(custom, language(transformers), shifted(), SENTENCES),
-        "compute_loss_said": lambda: errors(undivided, language(transformers), shifted(), SENTENCES),
+    cases: dict[str, Callable[[], dict[str, list[float]]]] = {
+        "own_model": lambda: train(trainer, language(transformers), shifted(), SENTENCES),
+        "module": lambda: train(trainer, Averaging(load("text")), rows_of("text"), SENTENCES),
+        "module_ragged": lambda: train(trainer, Averaging(load("digits")), rows_of("digits"), DIGITS),
+        "module_items": lambda: train(trainer, ByItems(load("text")), rows_of("text"), SENTENCES),
+        "module_items_ragged": lambda: train(trainer, ByItems(load("digits")), rows_of("digits"), DIGITS),
+        "compute_loss": lambda: train(custom, language(transformers), shifted(), SENTENCES),
+        "compute_loss_said": lambda: train(undivided, language(transformers), shifted(), SENTENCES),
     }
     if "compute_loss_func" in inspect.signature(trainer).parameters:  # older versions do not accept it
         extra = {"compute_loss_func": summed_loss}
-        cases["compute_loss_func"] = lambda: errors(trainer, language(transformers), shifted(), SENTENCES, **extra)
+        cases["compute_loss_func"] = lambda: train(trainer, language(transformers), shifted(), SENTENCES, **extra)
     with _quiet():
-        return {"errors": measure_cases(emit, cases)}
+        measured = measure_cases(emit, cases)
+    errors = {name: each.pop("errors") for name, each in measured.items()}
+    return {"errors": errors, "losses": measured}
 
 
 class Averaging(nn.Module):
@@ -128,14 +130,14 @@ def shifted() -> list[Row]:
     return [{**row, "labels": row["input_ids"].where(row["labels"] != IGNORED, IGNORED)} for row in rows_of("text")]
 
 
-def errors(
+def train(
     trainer: type[Any],
     model: nn.Module,
     rows: list[Row],
     shape: Shape,
     **extra: Any,  # noqa: ANN401 (the Trainer's model)
-) -> list[float]:
-    """Return the gradient error of each step of an epoch, compared with the mean over its samples."""
+) -> dict[str, list[float]]:
+    """Return the gradient error and the logged loss of each step of an epoch, and the loss of its samples at once."""
     arguments_of = importlib.import_module("transformers").TrainingArguments
     optimizer = ComparingOptimizer(model)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
@@ -149,7 +151,7 @@ def errors(
             use_cpu=True,
             disable_tqdm=True,
             save_strategy="no",
-            logging_strategy="no",
+            logging_steps=1,
             report_to=[],
         )
         instance = recording_inputs(trainer, optimizer)(
@@ -161,7 +163,8 @@ def errors(
         )
         instance.remove_callback(importlib.import_module("transformers").PrinterCallback)
         instance.train()
-    return optimizer.errors
+    logged = [entry["loss"] for entry in instance.state.log_history if "loss" in entry]
+    return {"errors": optimizer.errors, "with": logged, "without": optimizer.losses}
 
 
 @dataclass(eq=False)
@@ -171,18 +174,21 @@ class ComparingOptimizer(torch.optim.SGD):
     model: nn.Module
     seen: list[Row] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__(self.model.parameters(), lr=0.1)
 
     @torch.enable_grad()
     def step(self, closure: Any = None) -> Any:  # noqa: ANN401, ARG002 (as torch has it)
-        """Record the gradient error, and forget the samples of this step."""
+        """Record the gradient error and the loss of all samples of this step, and forget them."""
         accumulated = flat_gradients(self.model)
         batch = {name: torch.cat([inputs[name] for inputs in self.seen]) for name in self.seen[0]}
         self.model.zero_grad()
-        self.model(**batch)["loss"].backward()
+        loss = self.model(**batch)["loss"]
+        loss.backward()
         self.errors.append(relative(accumulated, flat_gradients(self.model)))
+        self.losses.append(loss.item())
         self.seen.clear()
 
 

@@ -1,253 +1,277 @@
-/** Possible mistakes in a loss: the option, the wrong line, the fix. Numbers and findings are recorded. */
-
-/** The measured quantity: the gradient, relative to the full batch, or something else. */
-export type Measure = "gradient" | "rate" | "samples" | "traffic" | "loss";
+/** Causes of a wrong loss, and the questions that lead to them. All numbers are recorded. */
 
 export interface Cause {
-  id: string;
-  /** Label of the option: something the loop has. */
-  has: string;
-  measure: Measure;
-  /** The recording, if not `wrong_losses`. */
-  recorded?: "trainer_losses";
-  /** Its name in the errors of the recording; `amount` reads the other measures. */
-  error: string;
+  /** What the loop does, as a sentence without a full stop. */
+  title: string;
   why: string;
-  /** The wrong line, if no recorded loop has it. */
-  line?: string;
-  /** The loop in the recording whose lines, findings and command are shown. */
+  /** Code with the mistake, and the fix; lines that matter begin with ▸. */
+  wrong: string;
+  fix: string;
+  /** The measured quantity, if it is not the error of the gradient. */
+  measure?: "rate" | "samples" | "traffic" | "loss";
+  /** The case in the recording of the Trainer, if it is not in `wrong_losses`. */
+  trainer?: string;
+  /** The guide's module with this mistake, for the judge. */
   loop?: string;
-  /** Code of the checker's finding, if no recorded loop has it. */
-  finding?: string;
-  cure: string;
-  /** Command that checks the user's own code, if no loop is recorded. */
-  command?: string;
+  /** Command that checks the reader's own code. */
+  check?: string;
 }
 
-export interface WrongLosses {
-  errors: Record<string, number>;
-  sent_bytes: Record<string, number>;
-  loops: { name: string; lines: string[]; findings: { code: string; found: string; expected: string }[]; command: string }[];
-}
-
-const SHARE = "(loss * share(targets, window)).backward()  # its items / items of the window";
-const ITEMS = 'def forward(self, input_ids, labels, **kwargs): ...  # sum / kwargs["num_items_in_batch"]';
 const LOOP = "anybatch check --loop train.py:train";
 const JOB = "anybatch check train.py:job";
+const LOSS = "loss = criterion(model(inputs), targets)";
+const BY_SAMPLES = `${LOSS}\n▸(loss * len(inputs) / samples_in_window).backward()`;
+const BY_CONSTANT = `${LOSS}\n▸(loss / accumulation_steps).backward()`;
+const MEAN_OF_MODEL = '▸def forward(self, input_ids, labels):\n    ...\n    return {"loss": F.cross_entropy(...)}';
+const BY_ITEMS = '▸def forward(self, input_ids, labels, **kwargs):\n    ...\n▸    return {"loss": loss_sum / kwargs["num_items_in_batch"]}';
+const WINDOW = "for inputs, targets in window:";
+const SYNC_LAST = "with nullcontext() if is_last else model.no_sync():";
 
-export const CAUSES: readonly Cause[] = [
-  {
-    id: "masked",
-    has: "masked tokens, or sentences of different lengths",
-    measure: "gradient",
-    error: "masked_tokens",
-    why: "Each micro-batch’s loss is a mean over its own tokens, so tokens of a short micro-batch have more weight.",
-    loop: "mean_of_means",
-    cure: SHARE,
+export const CAUSES = {
+  undivided: {
+    title: "Nothing divides the sum of the micro-batch losses",
+    why: "Means are added, so loss and gradient are too large by the number of micro-batches. Adam hides it; for SGD it is a larger learning rate.",
+    wrong: `${LOSS}\n▸loss.backward()`,
+    fix: BY_SAMPLES,
+    loop: "mistakes.no_division",
   },
-  {
-    id: "ragged",
-    has: "a last micro-batch or window that is not full",
-    measure: "gradient",
-    error: "ragged_tail",
-    why: "The few samples of the last micro-batch have the same total weight as a full one.",
-    loop: "mean_of_means",
-    cure: SHARE,
+  masked: {
+    title: "Micro-batches with few tokens count as much as others",
+    why: "Each loss is a mean over the tokens of its own micro-batch, so a token among few has more weight.",
+    wrong: BY_CONSTANT,
+    fix: `${LOSS}\n▸(loss * num_targets / targets_in_window).backward()`,
+    loop: "mistakes.mean_of_means",
   },
-  {
-    id: "undivided",
-    has: "no division at all",
-    measure: "gradient",
-    error: "no_division",
-    why: "Means of micro-batches are added up, so the gradient is too long by the number of micro-batches. Adam hides this, SGD does not.",
-    loop: "no_division",
-    cure: SHARE,
+  empty: {
+    title: "All targets of a micro-batch are masked",
+    why: "Its mean is 0/0, so the loss is NaN. With a mean of your own, so is its gradient, and after the update every parameter; a factor of zero does not help.",
+    wrong: "▸loss = (losses * mask).sum() / mask.sum()",
+    fix: "▸loss = (losses * mask).sum() / targets_in_window",
+    check: `${LOOP} --data tokens`,
   },
-  {
-    id: "batch_norm",
-    has: "BatchNorm",
-    measure: "gradient",
-    error: "batch_norm",
-    why: "It normalises with the statistics of a micro-batch, so the network computes a different function; no divisor fixes that.",
-    line: "nn.BatchNorm2d(channels)",
-    cure: 'ab.Engine(..., norms="exact")  # or nn.GroupNorm(groups, channels)',
-    command: JOB,
+  ragged: {
+    title: "The last window of an epoch is not full",
+    why: "It has fewer samples or micro-batches than the others, but its losses are divided by the same number.",
+    wrong: BY_CONSTANT,
+    fix: BY_SAMPLES,
+    loop: "mistakes.mean_of_means",
   },
-  {
-    id: "contrastive",
-    has: "a contrastive loss, or another loss across samples",
-    measure: "gradient",
-    error: "contrastive",
-    why: "A sample is compared only with samples of the same micro-batch, so it has fewer negatives.",
-    line: "F.cross_entropy(left @ right.T / temperature, torch.arange(len(left)))",
-    finding: "not_a_weighted_sum",
-    cure: "ab.Engine(model, optimizer, ab.joint(encode, loss))",
-    command: LOOP,
+  batch_norm: {
+    title: "BatchNorm uses the statistics of a micro-batch",
+    why: "The network computes another function for each split. No divisor fixes that.",
+    wrong: "▸nn.BatchNorm2d(channels)",
+    fix: '▸ab.Engine(..., norms="exact")  # or nn.GroupNorm(groups, channels)',
+    check: JOB,
   },
-  {
-    id: "trainer_loss",
-    has: "a Trainer, with a custom compute_loss",
-    measure: "gradient",
-    recorded: "trainer_losses",
-    error: "compute_loss",
-    why: "The Trainer does not divide if a model takes num_items_in_batch, as the models of transformers do. Their built-in loss is correct; with a mean instead, the gradient is too long by the number of micro-batches.",
-    line: "def compute_loss(self, model, inputs, return_outputs=False, **kwargs): ...  # the mean of this micro-batch",
-    finding: "loss_declaration",
-    cure: "Trainer(..., compute_loss_func=loss)  # loss(outputs, labels, num_items_in_batch): sum / num_items_in_batch",
-    command: JOB,
+  contrastive: {
+    title: "The loss compares samples with each other",
+    why: "A sample is compared only with its own micro-batch, so it has fewer negatives.",
+    wrong: "similarity = left @ right.T / temperature\n▸F.cross_entropy(similarity, torch.arange(len(left)))",
+    fix: "▸ab.Engine(model, optimizer, ab.joint(encode, loss))",
   },
-  {
-    id: "trainer_model",
-    has: "a Trainer, with a model that returns the mean over its tokens",
-    measure: "gradient",
-    recorded: "trainer_losses",
-    error: "module",
-    why: "For a model without num_items_in_batch, the Trainer gives every micro-batch the same weight.",
-    line: "def forward(self, input_ids, labels): ...",
-    finding: "loss_declaration",
-    cure: ITEMS,
-    command: JOB,
+  trainer_loss: {
+    title: "A Trainer adds the means of compute_loss",
+    why: "The Trainer does not divide if the model accepts num_items_in_batch, as the models of transformers do. Their built-in loss is correct; a mean is added once per micro-batch.",
+    wrong: "def compute_loss(self, model, inputs, return_outputs=False, **kwargs):\n    ...\n▸    return F.cross_entropy(logits, labels)",
+    fix: "def loss(outputs, labels, num_items_in_batch):\n    ...\n▸    return loss_sum / num_items_in_batch\n\n▸Trainer(..., compute_loss_func=loss)",
+    trainer: "compute_loss",
+    check: JOB,
   },
-  {
-    id: "trainer_tail",
-    has: "a Trainer, and a last micro-batch that is not full",
-    measure: "gradient",
-    recorded: "trainer_losses",
-    error: "module_ragged",
-    why: "The Trainer divides by the number of micro-batches of the last step, not by their samples: the few samples of the last one have too much weight.",
-    line: "Trainer(..., train_dataset=dataset)",
-    cure: ITEMS,
-    command: JOB,
+  trainer_model: {
+    title: "A Trainer averages the means of a model",
+    why: "If the model does not accept num_items_in_batch, the Trainer gives all micro-batches the same weight.",
+    wrong: MEAN_OF_MODEL,
+    fix: BY_ITEMS,
+    trainer: "module",
+    check: JOB,
   },
-  {
-    id: "shares",
-    has: "several ranks whose shares differ",
-    measure: "gradient",
-    error: "unequal_shares",
-    why: "DistributedDataParallel averages over ranks, regardless of their sample counts.",
-    line: "loss.backward()  # under DistributedDataParallel",
-    finding: "uneven_ranks",
-    cure: "(loss_sum * world_size / count_of_all_ranks).backward()",
-    command: LOOP,
+  trainer_tail: {
+    title: "A Trainer’s last micro-batch is not full",
+    why: "In the last step, the Trainer divides by the number of micro-batches, so its few last samples count too much.",
+    wrong: MEAN_OF_MODEL,
+    fix: BY_ITEMS,
+    trainer: "module_ragged",
+    check: JOB,
   },
-  {
-    id: "sampler",
-    has: "a DistributedSampler",
-    measure: "gradient",
-    error: "sampler",
-    why: "It pads the shares of the ranks with samples from the start: in the last step of this epoch, one sample counts twice.",
-    line: "sampler = DistributedSampler(dataset)",
-    finding: "samples_duplicated",
-    cure: "for batch in ab.batches(dataset, effective_batch_size=64): ...",
-    command: LOOP,
+  shares: {
+    title: "Ranks with different numbers of samples count equally",
+    why: "DistributedDataParallel averages over ranks, regardless of their samples.",
+    wrong: "▸loss.backward()  # the mean of this rank’s samples",
+    fix: "▸(loss_sum * world_size / samples_on_all_ranks).backward()",
   },
-  {
-    id: "no_sync_backward",
-    has: "no_sync around the backward only",
+  sampler: {
+    title: "DistributedSampler repeats samples",
+    why: "It fills the shares of the ranks with samples from the start of the epoch, which count twice in the last step.",
+    wrong: "▸sampler = DistributedSampler(dataset)",
+    fix: "▸for batch in ab.batches(dataset, effective_batch_size=64):",
+  },
+  no_sync_backward: {
+    title: "The forward runs outside no_sync()",
+    why: "DistributedDataParallel decides in the forward whether to reduce, so this no_sync() has no effect: the gradient is correct, but it is sent once per micro-batch instead of once per step.",
+    wrong: `▸${LOSS}\n${SYNC_LAST}\n    loss.backward()`,
+    fix: `${SYNC_LAST}\n▸    ${LOSS}\n    loss.backward()`,
     measure: "traffic",
-    error: "no_sync_backward",
-    why: "DistributedDataParallel decides in the forward whether the backward will reduce. The gradient is correct, but is sent too often.",
-    loop: "no_sync_backward",
-    cure: "with model.no_sync():  # around the forward too",
+    loop: "exercises.no_sync_backward",
   },
-  {
-    id: "no_sync_always",
-    has: "no_sync around every micro-batch",
-    measure: "gradient",
-    error: "no_sync_always",
+  no_sync_always: {
+    title: "Every micro-batch runs inside no_sync()",
     why: "Nothing is ever reduced: each rank steps with its own gradient, and the replicas drift apart.",
-    loop: "no_sync_always",
-    cure: "with nullcontext() if is_last else model.no_sync():",
+    wrong: `▸with model.no_sync():\n    ${LOSS}\n    loss.backward()`,
+    fix: `▸${SYNC_LAST}\n    ${LOSS}\n    loss.backward()`,
+    loop: "exercises.no_sync_always",
   },
-  {
-    id: "zero_each",
-    has: "zero_grad in every micro-batch",
-    measure: "gradient",
-    error: "zero_each",
+  zero_each: {
+    title: "zero_grad() runs in every micro-batch",
     why: "Only the gradient of the last micro-batch is left when the optimizer steps.",
-    loop: "zero_each",
-    cure: "optimizer.zero_grad()  # once, before the window’s first micro-batch",
+    wrong: `${WINDOW}\n▸    optimizer.zero_grad()\n    ...`,
+    fix: `▸optimizer.zero_grad()\n${WINDOW}\n    ...`,
+    loop: "mistakes.zero_each",
   },
-  {
-    id: "zero_missing",
-    has: "no zero_grad",
-    measure: "gradient",
-    error: "zero_missing",
-    why: "Each step adds its gradient to the gradients of all earlier steps; measured in the second step.",
-    loop: "with_ranks",
-    cure: "optimizer.zero_grad()  # after optimizer.step()",
+  zero_missing: {
+    title: "zero_grad() never runs",
+    why: "Each step uses its own gradient plus those of all earlier steps.",
+    wrong: "▸optimizer.step()",
+    fix: "optimizer.step()\n▸optimizer.zero_grad()",
+    loop: "exercises.with_ranks",
   },
-  {
-    id: "clip_each",
-    has: "clipping in every micro-batch",
-    measure: "gradient",
-    error: "clip_each",
-    why: "Each clipping shortens the sum so far, so early micro-batches have less weight.",
-    loop: "clip_each",
-    cure: "clip_grad_norm_(model.parameters(), max_norm)  # once, when the sum is complete",
+  clip_each: {
+    title: "Every micro-batch is clipped",
+    why: "Each clipping shortens the sum so far, so early micro-batches count less.",
+    wrong: `${WINDOW}\n    ...\n▸    clip_grad_norm_(model.parameters(), max_norm)\noptimizer.step()`,
+    fix: `${WINDOW}\n    ...\n▸clip_grad_norm_(model.parameters(), max_norm)\noptimizer.step()`,
+    loop: "mistakes.clip_each",
   },
-  {
-    id: "schedule_each",
-    has: "a schedule that steps in every micro-batch",
-    measure: "rate",
-    error: "schedule_each",
+  schedule_each: {
+    title: "The scheduler steps in every micro-batch",
     why: "The learning rate falls too fast, by a factor of the number of micro-batches.",
-    loop: "schedule_each",
-    cure: "scheduler.step()  # after optimizer.step()",
+    wrong: `${WINDOW}\n    ...\n▸    scheduler.step()\noptimizer.step()`,
+    fix: `${WINDOW}\n    ...\noptimizer.step()\n▸scheduler.step()`,
+    measure: "rate",
+    loop: "mistakes.schedule_each",
   },
-  {
-    id: "drop_tail",
-    has: "a loop that steps on full windows only",
+  drop_tail: {
+    title: "The loop steps on full windows only",
+    why: "Samples at the end of an epoch that do not fill a window are never used.",
+    wrong: "▸if number % accumulation_steps == 0:\n    optimizer.step()",
+    fix: "▸if number % accumulation_steps == 0 or number == len(loader):\n    optimizer.step()",
     measure: "samples",
-    error: "drop_tail",
-    why: "Samples that do not fill a window at the end of an epoch are never used.",
-    loop: "drop_tail",
-    cure: "if number % accumulation_steps == 0 or number == len(loader): ...  # and divide by the count of the window",
+    loop: "mistakes.drop_tail",
   },
-  {
-    id: "rate",
-    has: "a larger batch at the old learning rate",
+  rate: {
+    title: "A larger batch has the learning rate of the small one",
+    why: "The gradient is correct, but an epoch has fewer steps, and each is as long as before. Tune the rate for the new batch.",
+    wrong: "▸torch.optim.SGD(model.parameters(), lr=rate_of_the_small_batch)",
+    fix: "▸torch.optim.SGD(model.parameters(), lr=rate_tuned_for_this_batch)",
     measure: "loss",
-    error: "rate",
-    why: "The gradient is correct and less noisy, but there are fewer steps of the same length.",
-    line: "torch.optim.SGD(model.parameters(), lr=rate_of_the_small_batch)",
-    cure: "tune the rate again for the larger batch, see “How large should the batch be?”",
-    command: "anybatch advise RECIPE",
+    check: "anybatch advise digits",
   },
-];
+} satisfies Record<string, Cause>;
 
-/** Steps of a Trainer: relative errors by case. */
+export type CauseId = keyof typeof CAUSES;
+
+/** A question, and for each answer another question or the cause. */
+export interface Question {
+  ask: string;
+  answers: readonly (readonly [label: string, next: Question | CauseId])[];
+}
+
+const ask = (question: string, ...answers: Question["answers"]): Question => ({ ask: question, answers });
+const byRunner = (own: Question | CauseId, trainer: CauseId) => ask("What runs the steps?", ["My own loop", own], ["A transformers Trainer", trainer]);
+
+export const SYMPTOMS = ask(
+  "What is wrong with the loss?",
+  ["Too high by a factor", byRunner(ask("Is the loss of a micro-batch divided before backward()?", ["No", "undivided"], ["Yes, by the same number in every step", "ragged"]), "trainer_loss")],
+  [
+    "Jumps at epoch ends",
+    ask(
+      "Does an epoch have as many steps as samples / effective batch, rounded up?",
+      ["No, one fewer", "drop_tail"],
+      ["Yes", byRunner(ask("Does a DistributedSampler share out the samples?", ["Yes", "sampler"], ["No", "ragged"]), "trainer_tail")],
+    ),
+  ],
+  [
+    "Differs from the native run",
+    ask(
+      "When do the two losses first differ?",
+      [
+        "In the first step, before any update",
+        ask("What does the loss depend on?", ["Tokens, some of them masked", byRunner("masked", "trainer_model")], ["BatchNorm", "batch_norm"], ["Comparisons of samples", "contrastive"]),
+      ],
+      [
+        "After one or two updates",
+        ask("What else runs in every micro-batch?", ["zero_grad()", "zero_each"], ["clip_grad_norm_()", "clip_each"], ["scheduler.step()", "schedule_each"], ["Nothing; zero_grad() runs nowhere", "zero_missing"]),
+      ],
+      ["In the second epoch", "drop_tail"],
+      ["Never, but both fall too slowly", "rate"],
+    ),
+  ],
+  [
+    "Only on several ranks",
+    ask(
+      "Are the parameters equal on all ranks after a step?",
+      ["No", "no_sync_always"],
+      ["Yes", ask("Which steps are wrong?", ["All of them", "shares"], ["The last one of an epoch", "sampler"], ["None, but the run is slow", "no_sync_backward"])],
+    ),
+  ],
+  [
+    "NaN or diverging",
+    ask("How does it begin?", ["NaN from one step to the next", "empty"], ["It grows from the first updates on", byRunner("undivided", "trainer_loss")], ["It falls, then rises again and again", "zero_missing"]),
+  ],
+);
+
+/** The questions so far, and the cause if the chosen answers lead to one. */
+export function follow(chosen: readonly number[]): { questions: Question[]; cause: CauseId | undefined } {
+  const questions = [SYMPTOMS];
+  for (const answer of chosen) {
+    const next = questions.at(-1)?.answers[answer]?.[1];
+    if (typeof next === "string") return { questions, cause: next };
+    if (next) questions.push(next);
+  }
+  return { questions, cause: undefined };
+}
+
+/** All ways through a question: the answers, and the cause that they lead to. */
+export function ways(question: Question = SYMPTOMS, chosen: number[] = []): { chosen: number[]; cause: CauseId }[] {
+  return question.answers.flatMap(([, next], at) => (typeof next === "string" ? [{ chosen: [...chosen, at], cause: next }] : ways(next, [...chosen, at])));
+}
+
+interface Losses {
+  with: (number | string)[]; // "NaN" is a string in a recording
+  without: number[];
+}
+export interface WrongLosses {
+  mistakes: Record<string, { amounts: { at: string; amount: number | string }[]; losses: Losses }>;
+  example: { source: string; output: string };
+  roles: Record<string, string>;
+}
 export interface TrainerLosses {
   errors: Record<string, number[]>;
+  losses: Record<string, Losses>;
 }
 
-/** A cause with its recorded data. */
-export interface Found extends Cause {
-  amount: number;
-  lines: string[];
-  findings: { code: string; found?: string; expected?: string }[];
-  ask: string;
+/** A cause with its recorded numbers. */
+export interface Measured extends Cause {
+  amounts: { at: string; amount: number }[];
+  step: number[];
+  losses: { with: number[]; without: number[] };
+  /** The first step, from 1, whose loss is NaN, or else differs by more than rounding. */
+  differs: number | undefined;
 }
 
-/** Join causes and recordings; `rate` is the worst loss of an unscaled rate, as a multiple of the best loss. */
-export function found(causes: readonly Cause[], data: WrongLosses, trainer: TrainerLosses, rate: number): Found[] {
-  return causes.map((cause) => {
-    const loop = data.loops.find((one) => one.name === cause.loop);
-    if (cause.loop !== undefined && !loop) throw new Error(`no loop ${cause.loop} was recorded`);
-    return {
-      ...cause,
-      amount: amount(cause, data, trainer, rate),
-      lines: cause.line !== undefined ? [cause.line] : (loop?.lines ?? []),
-      findings: loop?.findings ?? (cause.finding === undefined ? [] : [{ code: cause.finding }]),
-      ask: loop?.command ?? cause.command ?? LOOP,
-    };
-  });
-}
-
-function amount(cause: Cause, data: WrongLosses, trainer: TrainerLosses, rate: number): number {
-  if (cause.measure === "loss") return rate;
-  const gradient = cause.recorded ? trainer.errors[cause.error]?.at(-1) : data.errors[cause.error];
-  const own = cause.measure === "traffic" ? (data.sent_bytes[cause.error] ?? Number.NaN) / (data.sent_bytes["right"] ?? Number.NaN) : gradient;
-  if (own === undefined || Number.isNaN(own)) throw new Error(`nothing was recorded of ${cause.error}`);
-  return own;
+/** Join a cause and the recordings. */
+export function measured(id: CauseId, data: WrongLosses, trainer: TrainerLosses): Measured {
+  const cause: Cause = CAUSES[id];
+  const errors = trainer.errors[cause.trainer ?? ""] ?? [];
+  const own = cause.trainer === undefined ? data.mistakes[id] : { amounts: [{ at: `step ${errors.length}`, amount: errors.at(-1) ?? NaN }], losses: trainer.losses[cause.trainer] };
+  if (!own?.losses) throw new Error(`nothing was recorded of ${id}`);
+  const losses = { with: own.losses.with.map(Number), without: own.losses.without };
+  const nan = losses.with.findIndex(Number.isNaN);
+  const at = nan >= 0 ? nan : losses.with.findIndex((loss, step) => Math.abs(loss - (losses.without[step] ?? loss)) > 1e-5 * Math.abs(loss));
+  return {
+    ...cause,
+    amounts: own.amounts.map((each) => ({ at: each.at, amount: Number(each.amount) })),
+    step: losses.with.map((_, step) => step + 1),
+    losses,
+    differs: at < 0 ? undefined : at + 1,
+  };
 }
