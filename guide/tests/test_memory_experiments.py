@@ -94,3 +94,16 @@ def test_the_peak_survives_downsampling() -> None:
     assert int(totals.max()) == measured.peak_bytes == peak_of(measured)["num_bytes"]
     assert totals.tolist() == measured.totals[moments].tolist()
     assert len(moments) <= 41
+
+
+@pytest.mark.slow
+def test_waiting_samples_add_their_inputs_and_passes_their_operations() -> None:
+    """The page calculates other effective batches from 64: 128 samples in micro-batches of 16 are counted here."""
+    small, usual, large = (
+        measure_accumulated(ACCUMULATED, PLAIN, effective_batch_size=effective, micro_batch_size=16)
+        for effective in (32, 64, 128)
+    )
+    waiting = num_bytes(list(ACCUMULATED.batch(64).values()))
+    extra = large.timeline.peak_bytes - usual.timeline.peak_bytes - waiting
+    assert 0 <= extra < 64  # the sums of losses
+    assert large.num_operations - usual.num_operations == 2 * (usual.num_operations - small.num_operations)

@@ -1,8 +1,9 @@
 """Small training runs by batch size, learning rate and seed, for the experiments about batch size.
 
 The experiments are small versions of the studies in `benchmarks/`, which take only minutes. A run makes a fixed number
-of epochs, in an order that depends on the seed and not on the batch size. The learning rate warms up over a tenth of
-the steps and decays along a cosine. Gradients are not clipped, because clipping hides rates that are too high.
+of epochs, in an order that depends on the seed and not on the batch size. By default, the learning rate warms up
+over a tenth of the steps; then it decays along a cosine. Gradients are not clipped, because clipping hides rates that
+are too high.
 """
 
 import math
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.core.gradient_noise import GradientNoise
-from anybatch.core.schedules import Cosine, WarmUp, attach_schedule, join_schedules
+from anybatch.core.schedules import Cosine, Schedule, WarmUp, attach_schedule, join_schedules
 from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.errors import NonFiniteError
 from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, load
@@ -42,6 +43,7 @@ class StudyRun:
     epochs: int  # passes over the data
     betas: tuple[float, ...]  # momentum of SGD, or the pair of AdamW
     eps: float = EPS  # epsilon of AdamW
+    warm_up: float = WARM_UP  # share of the steps in which the learning rate rises; 0 for none
     seed: int = 0  # seed of the parameters and the order
 
 
@@ -92,19 +94,23 @@ def engine_of(run: StudyRun, model: nn.Module, **options: Any) -> ab.Engine:  # 
     else:
         betas = (run.betas[0], run.betas[1])
         optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate, betas=betas, eps=run.eps)
-    total_steps = num_steps_of(run)
-    num_warm_up_steps = max(1, round(WARM_UP * total_steps))
-    schedule = join_schedules(
-        WarmUp(num_steps=num_warm_up_steps, start_factor=1 / (num_warm_up_steps + 1)),
-        Cosine(num_steps=max(1, total_steps - num_warm_up_steps), floor=0.1),
-    )
     return ab.Engine(
         model,
         optimizer,
         task_of(run.task).loss,
-        scheduler=partial(attach_schedule, schedule=schedule),
+        scheduler=partial(attach_schedule, schedule=schedule_of(run)),
         check_loss=False,
         **{"micro_batch_size": MICRO_BATCH_SIZE, "measure_gradient_norm": False, **options},
+    )
+
+
+def schedule_of(run: StudyRun) -> Schedule:
+    """Return the factors of the learning rate: a warm-up, then a cosine to a tenth."""
+    total_steps = num_steps_of(run)
+    num_warm_up_steps = max(1, round(run.warm_up * total_steps)) if run.warm_up else 0
+    return join_schedules(
+        WarmUp(num_steps=num_warm_up_steps, start_factor=1 / (num_warm_up_steps + 1)),
+        Cosine(num_steps=max(1, total_steps - num_warm_up_steps), floor=0.1),
     )
 
 

@@ -4,17 +4,21 @@ from typing import Any
 
 from anybatch.memory.trace import ORDER
 from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
-from anybatch_guide.memory.accumulated import AccumulationConfig, all_configs, measure_accumulated
+from anybatch_guide.memory.accumulated import AccumulationConfig, MeasuredStep, all_configs, measure_accumulated
 from anybatch_guide.memory.small import ACCUMULATED
 from anybatch_guide.memory.timelines import downsampled, peak_of
 
 EFFECTIVE = 64
 MICRO_SIZES = (64, 32, 16, 8, 4, 2, 1)
 """Sizes of a micro-batch; each divides the effective batch."""
+LARGE_SIZES = (128, 64)
+"""Sizes of a micro-batch that are also measured twice per step, for larger effective batches."""
+ALONE_SIZES = (256, 128, *MICRO_SIZES)
+"""Sizes of a batch in one pass."""
 TIMELINE_SIZES = (64, 16, 4)
-"""Micro-batch sizes with a timeline: `measure_peaks` records the first configuration's, `measure_timelines` all."""
+"""Micro-batch sizes with a timeline: of the first configuration in this recording, of all in `memory_courses`."""
 NUM_BUCKETS = 90
-"""Number of equal parts of a timeline; for each part, the moments with the most and the least memory are stored."""
+"""Number of equal parts of a timeline; the highest and the lowest moment of each part are recorded."""
 
 
 def measure_peaks(emit: Emit) -> Data:
@@ -29,6 +33,7 @@ def measure_peaks(emit: Emit) -> Data:
         "categories": list(ORDER),
         "effective": EFFECTIVE,
         "micro_sizes": list(MICRO_SIZES),
+        "alone_sizes": list(ALONE_SIZES),
         "model": ACCUMULATED.description,
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "ways": results,
@@ -36,25 +41,21 @@ def measure_peaks(emit: Emit) -> Data:
 
 
 def _measured(config: AccumulationConfig, emit: Emit, *, with_timelines: bool) -> dict[str, Any]:
-    cuts, alone, courses, copies = [], [], {}, set()
-    for size in MICRO_SIZES:
-        emit_progress(emit, size, EFFECTIVE, f"{size} x {EFFECTIVE // size}")
-        measured = measure_accumulated(ACCUMULATED, config, effective_batch_size=EFFECTIVE, micro_batch_size=size)
-        cuts.append(peak_of(measured.timeline))
-        copies.add(measured.gradient_bytes)
-        if with_timelines and size in TIMELINE_SIZES:
-            courses[str(size)] = downsampled(measured.timeline, NUM_BUCKETS)
-        single = measure_accumulated(ACCUMULATED, config, effective_batch_size=size, micro_batch_size=size)
-        alone.append(peak_of(single.timeline))
-    (gradient_bytes,) = copies
+    def measured(effective: int, size: int) -> MeasuredStep:
+        emit_progress(emit, effective, 2 * LARGE_SIZES[0], f"{size} x {effective // size}")
+        return measure_accumulated(ACCUMULATED, config, effective_batch_size=effective, micro_batch_size=size)
+
+    cuts = {size: measured(EFFECTIVE, size) for size in MICRO_SIZES}
     return {
         "optimizer": config.optimizer,
         "precision": config.precision,
         "checkpointing": config.checkpointing,
-        "gradient_bytes": gradient_bytes,
-        "cuts": cuts,
-        "alone": alone,
-        "courses": courses,
+        "gradient_bytes": cuts[EFFECTIVE].gradient_bytes,
+        "operations": [step.num_operations for step in cuts.values()],
+        "cuts": [peak_of(step.timeline) for step in cuts.values()],
+        "twice": {size: peak_of(measured(2 * size, size).timeline) for size in LARGE_SIZES},
+        "alone": [peak_of(measured(size, size).timeline) for size in ALONE_SIZES],
+        "courses": {size: downsampled(cuts[size].timeline, NUM_BUCKETS) for size in TIMELINE_SIZES * with_timelines},
     }
 
 

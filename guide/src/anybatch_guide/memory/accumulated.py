@@ -1,9 +1,10 @@
-"""Memory of an accumulated step of the engine, by optimizer, precision and checkpointing."""
+"""Memory and number of operations of an accumulated step, by optimizer, precision and checkpointing."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import anybatch as ab
 from anybatch.core.compatibility import PrecisionName
@@ -27,16 +28,28 @@ class AccumulationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MeasuredStep:
-    """The memory of a measured step."""
+    """The memory and the work of a measured step."""
 
     timeline: MemoryTimeline  # its memory by category, over the step
     gradient_bytes: int  # bytes of one copy of the gradients
+    num_operations: int  # tensor operations except views: on a GPU, each starts at least one kernel
+
+
+class OperationCounter(TorchDispatchMode):
+    """Counts the operations on tensors, except views."""
+
+    num_operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 (torch's)
+        """Count an operation, and run it."""
+        self.num_operations += not func.is_view
+        return func(*args, **(kwargs or {}))
 
 
 def measure_accumulated(
     small_model: SmallModel, config: AccumulationConfig, *, effective_batch_size: int, micro_batch_size: int
 ) -> MeasuredStep:
-    """Return the memory of the engine's second step; the first one creates the optimizer state."""
+    """Measure the engine's second step; the first one, of a single micro-batch, creates the optimizer state."""
     make = small_model.checkpointed if config.checkpointing else small_model.make
     assert make is not None, f"{small_model.name} has no blocks"
     with isolated_random_state():
@@ -52,10 +65,14 @@ def measure_accumulated(
         measure_gradient_norm=False,
         check_loss=False,  # the check would run in the second step, too, and allocate memory
     ) as engine:
-        engine.step(batch)
-        with record_memory(engine) as recording:
+        engine.step(small_model.batch(micro_batch_size))
+        with record_memory(engine) as recording, OperationCounter() as counter:
             engine.step(batch)
-    return MeasuredStep(timeline=recording.report.timeline, gradient_bytes=gradient_bytes(model.parameters()))
+    return MeasuredStep(
+        timeline=recording.report.timeline,
+        gradient_bytes=gradient_bytes(model.parameters()),
+        num_operations=counter.num_operations,
+    )
 
 
 def all_configs() -> tuple[AccumulationConfig, ...]:

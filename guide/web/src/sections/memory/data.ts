@@ -74,6 +74,8 @@ export interface Accumulation {
   categories: string[];
   effective: number;
   micro_sizes: number[];
+  /** Batch sizes of the steps in one pass. */
+  alone_sizes: number[];
   model: string;
   num_parameters: number;
   ways: StepVariant[];
@@ -84,11 +86,24 @@ export interface StepVariant {
   precision: "fp32" | "bf16";
   checkpointing: boolean;
   gradient_bytes: number;
-  /** One step of the whole effective batch, in micro-batches of each size. */
+  /** One step of the whole effective batch, in micro-batches of each size: its peak, and its number of operations. */
   cuts: PeakRow[];
-  /** One step of one micro-batch of each size. */
+  operations: number[];
+  /** One step of two micro-batches, by their size. */
+  twice: Record<string, PeakRow>;
+  /** One step of one micro-batch of each of `alone_sizes`. */
   alone: PeakRow[];
   courses: Record<string, MemoryTimeline>;
+}
+
+/** Result of gpu_results: tables of benchmarks/results. */
+export interface GpuResults {
+  device: string;
+  memory_file: string;
+  memory: { model: string; allocated: number; reserved: number; device: number }[];
+  speed_file: string;
+  /** Samples per second at each micro-batch size, up to the largest that fits. */
+  speed: { model: string; samples: number; speeds: [size: number, perSecond: number][] }[];
 }
 
 /** Result of memory_courses. */
@@ -142,6 +157,37 @@ export function summed(changes: readonly number[], count: number): number[] {
   let value = 0;
   const values = changes.map((change) => (value += change));
   return values.length === 1 ? Array<number>(count).fill(value) : values;
+}
+
+export interface SplitPeak {
+  held: number[];
+  bytes: number;
+  operations: number;
+  /** Whether it was counted; otherwise it follows from counted steps. */
+  recorded: boolean;
+}
+
+/**
+ * Peak and operations of a step of any effective batch. A sample that waits adds only its inputs to the peak, and every
+ * pass adds the same operations, so other effective batches follow from the recorded ones.
+ */
+export function peakOfSplit(data: Accumulation, way: StepVariant, effective: number, micro: number): SplitPeak {
+  const inputs = data.categories.indexOf("inputs");
+  const alone = way.alone[data.alone_sizes.indexOf(micro)];
+  const perSample = (alone?.held[inputs] ?? 0) / micro;
+  const twice = way.twice[String(micro)];
+  const row = micro === effective ? alone : (twice ?? way.cuts[data.micro_sizes.indexOf(micro)]);
+  const counted = micro === effective ? effective : twice ? 2 * micro : data.effective;
+  const waiting = (effective - counted) * perSample;
+  const passes = effective / micro;
+  const operations = way.operations[data.micro_sizes.indexOf(data.effective / passes)];
+  const [before = 0, last = 0] = way.operations.slice(-2);
+  return {
+    held: (row?.held ?? []).map((bytes, at) => (at === inputs ? bytes + waiting : bytes)),
+    bytes: (row?.num_bytes ?? 0) + waiting,
+    operations: operations ?? last + ((last - before) * (passes - data.effective)) / (data.effective / 2),
+    recorded: waiting === 0 && operations !== undefined,
+  };
 }
 
 /** Return a memory course as stacked layers. */
