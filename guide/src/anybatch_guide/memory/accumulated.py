@@ -38,7 +38,9 @@ class MeasuredStep:
 class OperationCounter(TorchDispatchMode):
     """Counts the operations on tensors, except views."""
 
-    num_operations = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 (torch's)
         """Count an operation, and run it."""

@@ -74,6 +74,7 @@ const ENTRIES: (Part & { deeper?: Part[] })[] = [
     title: "How large should the batch be?",
     load: () => import("./batch_size/BatchSize.svelte"),
     deeper: [
+      { id: "lengths", title: "Sequences of different lengths", load: () => import("./batch_size/Lengths.svelte") },
       { id: "noise", title: "Gradient noise, and when a larger batch helps", load: () => import("./batch_size/Noise.svelte") },
       { id: "strategies", title: "Small, accumulated and unsplit batches: variance, memory and time", load: () => import("./batch_size/Strategies.svelte") },
       { id: "sharpness", title: "Sharp and flat minima", load: () => import("./batch_size/Sharpness.svelte") },
@@ -81,7 +82,6 @@ const ENTRIES: (Part & { deeper?: Part[] })[] = [
       { id: "said-of-size", title: "Claims about batch size, measured", load: () => import("./batch_size/SaidOfSize.svelte") },
     ],
   },
-  { id: "lengths", title: "Sequences of different lengths", load: () => import("./batch_size/Lengths.svelte") },
   { id: "why-wrong", title: "Why is my loss wrong?", load: () => import("./why_wrong/WhyWrong.svelte") },
   {
     id: "playground",
