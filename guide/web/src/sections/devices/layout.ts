@@ -10,11 +10,11 @@ const GAP = 4;
 /** Return the layout of the ring for a wide or a narrow drawing. */
 export function stageLayout(width: 600 | 360) {
   const wide = width === 600;
-  const box = { width: wide ? 238 : 160, height: 150 };
-  const between = wide ? 54 : 46;
-  const cell = { width: (box.width - 20 - 3 * GAP) / 4, height: 56 };
-  const weights = { y: 47, height: 24 };
-  const cells = { y: 88, x: (chunk: number) => 10 + chunk * (cell.width + GAP) };
+  const box = { width: wide ? 238 : 160, height: 142 };
+  const between = wide ? 40 : 46;
+  const cell = { width: (box.width - 20 - 3 * GAP) / 4, height: 53 };
+  const weights = { y: 44, height: 24 };
+  const cells = { y: 83, x: (chunk: number) => 10 + chunk * (cell.width + GAP) };
   const [left, right, low] = [0, width - box.width, box.height + between];
   const boxes: Place[] = [
     { x: left, y: 0 },
