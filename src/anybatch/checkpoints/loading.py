@@ -182,8 +182,7 @@ def export(checkpoint: str | os.PathLike[str], file: str | os.PathLike[str], *, 
     """Write a model's weights and buffers to one safetensors file, under their names in the model.
 
     Read it with `model.load_state_dict(safetensors.torch.load_file(file))`, with `safetensors.torch.load_model`, or in
-    transformers as `model.safetensors`. Tensors are copied one by one, also from sharded checkpoints, so the model need
-    not fit into memory.
+    transformers as `model.safetensors`. Tensors are copied one by one, so the model need not fit into memory.
 
     A tensor with several names, such as tied embeddings, is written under its first name, and the file's metadata maps
     the others to it, as in `safetensors.torch.save_model`: `load_model` and transformers tie them again, and

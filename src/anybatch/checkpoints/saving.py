@@ -8,8 +8,7 @@ all      write()                   writes this process's file, and returns its d
 first    finish(digests)           writes the rest, renames the folder atomically, removes the oldest checkpoints
 ```
 
-If one process saves, its parts are whole tensors. With several processes, the caller synchronises them between these
-calls.
+If one process saves, its parts are whole tensors. If several save, the caller synchronises them between calls.
 """
 
 import errno
@@ -101,8 +100,7 @@ def save(
         disk: the file system; tests pass one that fails.
 
     Raises:
-        UserError: a value in `state` cannot be restored unchanged, or `step` or `keep_last` is not a count; nothing was
-            written.
+        UserError: `state` cannot be restored unchanged, or `step` or `keep_last` is not a count; nothing was written.
         DiskFullError: the disk is full. Here and below, earlier checkpoints are unchanged.
         CheckpointAccessError: no permission to write to `folder`.
         CheckpointError: another failure of the file system.

@@ -112,8 +112,7 @@ def resolve_sizes(
     stays None, because it depends on each batch.
 
     Raises:
-        BatchSizeError: a size below 1, more accumulation steps than a rank has samples, or three sizes that contradict
-            each other.
+        BatchSizeError: a size below 1, more accumulation steps than a rank has samples, or contradictory sizes.
     """
     given = {
         "world_size": world_size,

@@ -48,8 +48,7 @@ class BatchRamp:
     for each size by a rule, with `scale_rate`.
 
     Args:
-        *stages: pairs (samples of one step over all ranks, length of the stage in samples); the length of the last
-            stage is None.
+        *stages: pairs (samples of one step over all ranks, length of the stage in samples); the last length is None.
 
     Raises:
         BatchSizeError: no stage, a size that is not a whole number of at least 1, a stage that is shorter than one of

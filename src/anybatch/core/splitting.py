@@ -21,8 +21,7 @@ Deal = Literal["balanced", "fixed"]
 class Unit:
     """A numbered micro-batch: positions `start` to `stop` (exclusive) of the effective batch.
 
-    `weight` is 1, or 0 for a *filler*, which only keeps ranks in lockstep: it repeats samples and must not contribute
-    to any sum.
+    `weight` is 1, or 0 for a *filler*, which only keeps ranks in lockstep: it repeats samples and adds to no sum.
     """
 
     number: int
@@ -72,8 +71,7 @@ class SplitConstraints:
         group: units and rank shares hold whole groups of this many consecutive samples; None for no groups.
         min_samples: minimum samples of a unit, if units of equal size can reach it.
         syncs_in_forward: ranks wait for each other in the middle of a forward.
-        why_largest: why "auto" takes the largest micro-batch that fits, as a text to follow "because"; empty if it
-            takes the fastest.
+        why_largest: why "auto" takes the largest micro-batch that fits (as text); empty: it takes the fastest.
     """
 
     lockstep: bool = False

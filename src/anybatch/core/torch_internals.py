@@ -185,8 +185,7 @@ def kept_buffers(modules: nn.Module) -> BufferKeeper:
 def outside_modes(of: Any = dispatch) -> AbstractContextManager[object]:  # noqa: ANN401 (torch)
     """Return a context in which all dispatch modes are off, such as a memory budget or a mode of the user.
 
-    Uses `torch.utils._python_dispatch._disable_current_modes`. Otherwise the tensors of a plan would be counted as
-    memory of the run.
+    Uses `torch.utils._python_dispatch._disable_current_modes`. Otherwise a plan's tensors would be counted too.
     """
     with needed_for("Planning a micro-batch size within a run"):
         context: AbstractContextManager[object] = of._disable_current_modes()

@@ -160,8 +160,7 @@ def batches(
         An iterable of effective batches, with `len()` and `steps_per_epoch`.
 
     Raises:
-        BatchSizeError: `effective_batch_size` is not a whole number of at least 1, or a stage of a ramp is larger than
-            the data set.
+        BatchSizeError: `effective_batch_size` is not a whole number of at least 1, or a ramp exceeds the data set.
         DataError: a data set that is empty or cannot be read, a `start` beyond its end, or contradicting arguments.
     """
     _check_not_table(dataset)
@@ -192,7 +191,7 @@ def batches(
         lengths=lengths,
     )
     if not is_indexed:
-        return _of_stream(dataset, options)
+        return _stream_batches(dataset, options)
     known_lengths = None if lengths is None else KnownLengths(lengths, options.collate, dataset)
     schedule = checked_schedule(dataset, options)
     open_source = partial(OpenIndexed, dataset, schedule, known_lengths)
@@ -217,7 +216,7 @@ def _has_index(dataset: object) -> bool:
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
-def _of_stream(dataset: Any, options: BatchOptions) -> Batches:  # noqa: ANN401 (anything that can be iterated)
+def _stream_batches(dataset: Any, options: BatchOptions) -> Batches:  # noqa: ANN401 (anything that can be iterated)
     # Batches of a loader would be grouped into batches of batches.
     if isinstance(dataset, Batches) or (isinstance(dataset, DataLoader) and not yields_samples(dataset)):
         message = (

@@ -261,7 +261,7 @@ class KnownLengths:
         A sample of unknown length is loaded once.
         """
         if samples is not None:
-            tokens = [self._of_sample(sample) for sample in samples]
+            tokens = [self._sample_length(sample) for sample in samples]
         elif self._all is not None:
             tokens = [self._all[sample_id] for sample_id in sample_ids]
         else:
@@ -269,13 +269,13 @@ class KnownLengths:
             if missing:
                 assert self._dataset is not None
                 with preserved_random_state():
-                    self._known |= {one_id: self._of_sample(self._dataset[one_id]) for one_id in missing}
+                    self._known |= {one_id: self._sample_length(self._dataset[one_id]) for one_id in missing}
             tokens = [self._known[sample_id] for sample_id in sample_ids]
         if self._longest is not None:
             tokens = [min(length, self._longest) for length in tokens]
         return replace(self._layout, tokens=tokens)
 
-    def _of_sample(self, sample: Any) -> int:  # noqa: ANN401 (a sample may be anything)
+    def _sample_length(self, sample: Any) -> int:  # noqa: ANN401 (a sample may be anything)
         if callable(self._lengths):
             return _checked(self._lengths(sample))
         try:

@@ -41,8 +41,7 @@ def sample_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> t
 def sampled_order(sampler: Any, num_samples: int, *, seed: int, epoch: int) -> torch.Tensor:  # noqa: ANN401 (torch's)
     """Return the ids that a sampler draws in `epoch`: int64 tensor (num_samples,); the same on every rank.
 
-    The global generators, from which it may draw, are seeded from (seed, epoch). Its `set_epoch(epoch)` is called if
-    it has that method.
+    The global generators, from which it may draw, are seeded from (seed, epoch). A `set_epoch` is called.
     """
     with preserved_random_state():
         seed_generators(order_seed(seed, epoch))

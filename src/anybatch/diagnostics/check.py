@@ -55,7 +55,7 @@ def find_causes(runs: GradientRuns, coupling_modules: Sequence[str], tolerance: 
 
 def find_obstacle(runs: GradientRuns, tolerance: float) -> CheckFinding | None:
     """Return the finding that gradients differ even without a split and cannot be compared; None if they can."""
-    difference = relative_error(runs.unsplit(), runs.unsplit())
+    difference = relative_error(runs.unsplit_gradient(), runs.unsplit_gradient())
     if not difference <= tolerance:
         return CheckFinding(
             code="unrepeatable",
@@ -209,7 +209,9 @@ def _check(runs: GradientRuns, precision: str, micro_batch_sizes: Sequence[int] 
     sizes = micro_batch_sizes or sorted({1, round(num_samples * 0.4), round(num_samples * 0.6)})
     splits = _measure_all(runs, sizes, tolerance, repeaters)
     failing = [split for split in splits if split.verdict == "not equal"]
-    obstacle = find_obstacle(runs, tolerance) if failing else no_gradient() if _is_zero(runs.unsplit()) else None
+    obstacle = (
+        find_obstacle(runs, tolerance) if failing else no_gradient() if _is_zero(runs.unsplit_gradient()) else None
+    )
     if obstacle is not None:
         findings.append(obstacle)
         undecided = failing or splits
@@ -234,7 +236,7 @@ def _gradient_runs(
         runs = copied_runs(model, loss, batch, dtype, seed=seed, norms=norms)
         if loss.kind.returns_count and runs.returns_a_number():  # as in the engine, one number is a mean
             runs.loss = mean_over_samples(loss.function)
-        runs.unsplit()
+        runs.unsplit_gradient()
         return runs
 
     try:
@@ -270,7 +272,7 @@ def _measure(runs: GradientRuns, size: int, tolerance: float) -> SplitResult:
     num_samples = runs.num_samples
     sizes = tuple(min(size, num_samples - start) for start in range(0, num_samples, size))
     try:
-        found, expected = runs.split(size), runs.unsplit()
+        found, expected = runs.split(size), runs.unsplit_gradient()
     except (RuntimeError, ValueError) as failure:  # the user's model, or the engine's refusal, on a small micro-batch
         infinite = float("inf")
         return SplitResult(sizes=sizes, error=infinite, errors={}, verdict="not equal", failure=str(failure))
@@ -282,7 +284,7 @@ def _measure(runs: GradientRuns, size: int, tolerance: float) -> SplitResult:
 def _randomness(runs: GradientRuns, modules: Sequence[str], tolerance: float) -> CheckFinding | None:
     """Return the finding that the gradient depends on random numbers; None if it does not."""
     # If another seed gives the same gradient, random numbers do not matter.
-    if relative_error(runs.unsplit(seed=runs.seed + 1), runs.unsplit()) <= tolerance:
+    if relative_error(runs.unsplit_gradient(seed=runs.seed + 1), runs.unsplit_gradient()) <= tolerance:
         return None
     where = modules[0] if modules else ""
     number = f"{len(modules)} module{'s' * (len(modules) > 1)} (first {where!r})"

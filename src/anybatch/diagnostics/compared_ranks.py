@@ -147,7 +147,7 @@ class _SetupMeasurement:
             runs = copied_runs(train.model, declared(train.loss), batch, None, seed=0, norms=train.norms)
             found = runs.forward_traits().random_modules
             runs.in_evaluation = {module for name, module in runs.modules.named_modules() if name in found}
-            self._native = runs.unsplit()
+            self._native = runs.unsplit_gradient()
         self._random_modules = self._world.gather_objects(tuple(found))[0]
 
     def _measure_once(self, setup: TrainingSetup, figures: RankFigures) -> None:

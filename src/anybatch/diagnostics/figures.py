@@ -72,9 +72,9 @@ def draw_scaling(report: ScaleReport, path: Path) -> None:
     columns = report.columns
     names = [parts.ranks for parts in columns]
     begins = [0.0] * len(columns)
-    colours = dict(zip((*last.parts.named, "other"), (*COLOURS, "#F0E442", "#BFBFBF"), strict=True))
+    colours = dict(zip((*last.parts.by_name, "other"), (*COLOURS, "#F0E442", "#BFBFBF"), strict=True))
     for part, colour in colours.items():
-        widths = [1e3 * max(0.0, parts.other if part == "other" else parts.named[part]) for parts in columns]
+        widths = [1e3 * max(0.0, parts.other if part == "other" else parts.by_name[part]) for parts in columns]
         bars.barh(names, widths, left=begins, color=colour, label=part, height=0.55)
         begins = [begin + width for begin, width in zip(begins, widths, strict=True)]
     for row, parts in enumerate(columns):

@@ -178,7 +178,7 @@ class GradientRuns:
         """Samples in the batch."""
         return count_samples(self.batch)
 
-    def unsplit(self, *, seed: int | None = None) -> Gradients:
+    def unsplit_gradient(self, *, seed: int | None = None) -> Gradients:
         """Return the gradient of the un-split batch: one forward, one backward, no engine.
 
         A BatchNorm policy changes what the model computes; then the engine runs the batch as one micro-batch.
@@ -252,8 +252,7 @@ class GradientRuns:
     def changed_by_forward(self, tolerance: float) -> list[str] | None:
         """Return the buffers and attributes of modules that a forward changes and that affect the next gradient.
 
-        None if a second forward gives the same gradient; an empty list if it does not, but the state is not in a
-        module.
+        None if a second forward gives the same gradient; an empty list if not, but the state is in no module.
         """
         with self._restored(self.seed) as draws:
             # All three forwards draw the same numbers, so that only kept state can change the gradient.

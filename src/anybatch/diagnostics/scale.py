@@ -57,7 +57,7 @@ class ScaleReport:
     def _steps(self) -> list[str]:
         """Return the table of parts, with columns for one rank and for all."""
         last, steps = self.evidence, self.columns
-        ms = {part: [parts.named[part] for parts in steps] for part in last.parts.named}
+        ms = {part: [parts.by_name[part] for parts in steps] for part in last.parts.by_name}
         ms |= {"other": [parts.other for parts in steps], "whole step": [parts.step for parts in steps]}
         ideal = last.ideal * last.parts.world_size  # on one rank
         rows = {

@@ -43,10 +43,10 @@ class StepBreakdown:
     @property
     def other(self) -> float:
         """The rest of the step: the engine's own work, and jitter."""
-        return self.step - sum(self.named.values())
+        return self.step - sum(self.by_name.values())
 
     @property
-    def named(self) -> dict[str, float]:
+    def by_name(self) -> dict[str, float]:
         """Seconds by name of the part, without `other`."""
         return {
             "waiting for data": self.waiting,

@@ -142,8 +142,7 @@ def tune(
     on CUDA, and in a separate untimed run of two micro-batches on a CPU.
 
     Args:
-        train: a `TrainSpec` with a new model, because it is trained for some steps, without the scheduler and the
-            loss check.
+        train: a `TrainSpec` with a new model: it is trained for some steps, without scheduler and loss check.
         data: effective batches, such as `ab.batches`; the first one is trained on.
         micro_batch_sizes: sizes to try; None: the batch in 1, 2, 4, ... parts.
         max_seconds: start no round after this many seconds; at least one round is run.

@@ -243,7 +243,7 @@ class BatchNormRunner:
                     offload=self._policy.offload,
                 )
         # In the backward too, because a block that is recomputed there must be normalised in the same way.
-        with self._prepared(), self._interceptor.everywhere(self._normalisation()):
+        with self._prepared(), self._interceptor.in_all_threads(self._normalisation()):
             return accumulate(context, micro_batches)
 
     def accumulate_alone(self, context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, Batch]]) -> Sums:

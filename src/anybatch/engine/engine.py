@@ -310,7 +310,7 @@ class Engine:
                     context=parts.context,
                     placement=parts.sizes.placement,
                     world=parts.world,
-                    on_halved=parts.notifier.halved,
+                    on_halved=parts.notifier.report_halving,
                 )
         parts.notifier.evaluate(self.num_steps, num_samples, metrics)
         return metrics

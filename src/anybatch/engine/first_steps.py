@@ -65,7 +65,7 @@ class FirstSteps:
         if check_loss and self.check.is_due(step):
             self.check.check_declaration(planned, self.autocast, step)
 
-    def watched(self, plan: BatchPlan) -> AbstractContextManager[None]:
+    def detecting_state_changes(self, plan: BatchPlan) -> AbstractContextManager[None]:
         """Return the context for running the micro-batches; it detects state that a forward changes."""
         return self.watch.effective_batch(plan)
 

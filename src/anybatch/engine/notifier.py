@@ -251,7 +251,7 @@ class Notifier:
             )
         )
 
-    def halved(self, before: int, after: int) -> None:
+    def report_halving(self, before: int, after: int) -> None:
         """Report that a micro-batch of an evaluation did not fit, with its size before and after halving."""
         message = f"out of memory in an evaluation: micro-batch {before:,} -> {after:,} samples on rank {self._rank}"
         self.diagnosis("out_of_memory_in_evaluation", message, "warning")

@@ -154,7 +154,7 @@ class OptimizerStateMemory:
             if windows is not None:
                 self._allocate_in_pieces(windows)
                 return
-            with nullcontext() if self.sharding is None else self.sharding.alone():
+            with nullcontext() if self.sharding is None else self.sharding.only_own_parameters():
                 self.unused = make_state(self.target.optimizer)
                 if self.world.device.type != "cpu":  # on CPU, allocations may succeed without enough memory
                     reserve(update_bytes(self.target.optimizer).temporary, self.target.updated)

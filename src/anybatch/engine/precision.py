@@ -39,8 +39,7 @@ def autocast(precision: PrecisionName, device: torch.device) -> Callable[..., Ab
 class UpdateTarget:
     """The parameters that an optimizer updates, and the model's parameters.
 
-    `updated` are the model's `parameters`, float32 master weights, or (with `windows`) float32 copies that exist only
-    during an update.
+    `updated` are the model's `parameters`, float32 master weights, or (`windows`) float32 copies during an update.
     """
 
     optimizer: Optimizer

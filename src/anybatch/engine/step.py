@@ -337,7 +337,7 @@ class StepRunner:
                 counts = _as_tensor(counted.divisors, self._dtype)
                 late = self._late_division(counted.divisors[0]) if self._returns_count else None
                 with (
-                    first.watched(plan) if first is not None else _NOTHING,
+                    first.detecting_state_changes(plan) if first is not None else _NOTHING,
                     self.buffers.effective_batch() if self.buffers is not None else _NOTHING,
                     noise.effective_batch(step, plan) if noise is not None else _NOTHING,
                     notifier.phase(phase) if is_observed else _NOTHING,

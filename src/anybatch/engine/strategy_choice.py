@@ -41,13 +41,13 @@ class ReplicaBytes:
     can_share: bool  # whether each rank can update a part of the weights, as in ZeRO-1
 
     @property
-    def unshared(self) -> int:
+    def replicated_bytes(self) -> int:
         """Bytes of weights and gradients, which every rank needs even if ranks share the update."""
         return self.weights + self.gradients
 
     def per_rank(self, num_sharing: int) -> int:
         """Return the bytes per rank if `num_sharing` ranks share the update."""
-        return self.unshared + ceil_div(self.update.state + self.update.temporary, num_sharing)
+        return self.replicated_bytes + ceil_div(self.update.state + self.update.temporary, num_sharing)
 
 
 def with_device_bytes(world: World) -> World:
@@ -164,7 +164,7 @@ def _first_that_fits(needed: ReplicaBytes, possible: Sequence[str], limit: int, 
         if name == "fsdp" or needed.per_rank(num_sharing[name]) <= available:
             return name
     # The rule subtracts headroom and assumes a typical optimizer, so a step may still fit.
-    return possible[-1] if needed.unshared <= limit else ""
+    return possible[-1] if needed.replicated_bytes <= limit else ""
 
 
 def _why(name: str, needed: ReplicaBytes, limit: int, world: World) -> str:
@@ -192,7 +192,7 @@ def _refusal(needed: ReplicaBytes, optimizer: Optimizer | OptimizerFunction, lim
             f"optimizer=lambda named: torch.optim.{kind}(named, lr=...)."
         )
     return (
-        f"weights and gradients take {in_bytes(needed.unshared)} on each rank, but the smallest device has "
+        f"weights and gradients take {in_bytes(needed.replicated_bytes)} on each rank, but the smallest device has "
         f"{in_bytes(limit)}. {hint}"
     )
 

@@ -327,7 +327,7 @@ class Updater:
         if self.optimizer_memory.unused:
             self.optimizer_memory.drop_unused(gradients)
         stepped = True
-        with _NOTHING if self.sharding is None else self.sharding.alone():
+        with _NOTHING if self.sharding is None else self.sharding.only_own_parameters():
             if self.target.windows is not None:
                 self.target.windows.step(self.target.optimizer, gradients, self._step)
             elif self.scaler.enabled:

@@ -44,8 +44,8 @@ def memory_in_use(device: torch.device) -> MemoryInUse | None:
     This does not wait for a CUDA device: torch's allocator keeps its counters on the host.
     """
     if device.type == "cuda":
-        return _of_cuda(device)
-    return _of_process() if device.type == "cpu" else None
+        return _cuda_memory(device)
+    return _process_memory() if device.type == "cpu" else None
 
 
 def begin_peak(device: torch.device) -> None:
@@ -80,7 +80,7 @@ def outside_bytes(device: torch.device) -> int | None:
     return None if used_bytes is None else used_bytes - torch.cuda.memory_reserved(device)
 
 
-def _of_cuda(device: torch.device) -> MemoryInUse | None:
+def _cuda_memory(device: torch.device) -> MemoryInUse | None:
     counters: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(device)
     if not counters:  # CUDA is not initialised
         return None
@@ -93,7 +93,7 @@ def _of_cuda(device: torch.device) -> MemoryInUse | None:
     )
 
 
-def _of_process() -> MemoryInUse | None:
+def _process_memory() -> MemoryInUse | None:
     """Return the counts of the operating system's kernel; `ru_maxrss` would include the parent process."""
     try:
         status = _sizes_in(_PROCESS)

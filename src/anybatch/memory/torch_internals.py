@@ -22,7 +22,7 @@ with needed_for("Watching memory"):
 
 
 @cache
-def is_view(func: Any) -> bool:  # noqa: ANN401 (torch's type has no name in public)
+def is_view(func: Any) -> bool:  # noqa: ANN401 (torch has no public name for this type)
     """Return whether an operation returns a view of an argument and writes nothing: `OpOverload._schema`."""
     with needed_for("Watching memory"):
         schema = func._schema

@@ -63,7 +63,7 @@ class Interceptor:
             handle.remove()
 
     @contextmanager
-    def everywhere(self, normalise: Normalise | None) -> Iterator[None]:
+    def in_all_threads(self, normalise: Normalise | None) -> Iterator[None]:
         """Return a context in which all threads use `normalise`; with None, layers normalise as usual."""
         self._everywhere = normalise
         try:

@@ -146,8 +146,7 @@ class AllReduce(BucketSums):
 
     Args:
         bucket_bytes: gradient bytes per all-reduce.
-        overlap: start a bucket's reduction as soon as its gradients are final. False is the simplest form: reduce after
-            the last backward.
+        overlap: start a bucket's reduction as soon as its gradients are final. False: reduce after the last backward.
         initial: "broadcast" makes replicas equal with rank 0's values; "verify" raises if they differ.
     """
 

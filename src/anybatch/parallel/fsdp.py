@@ -74,8 +74,7 @@ class FSDP:
     """Shards each repeated block of a model over the ranks separately, and then the rest of it.
 
     The plain loop: `fully_shard` on each block and on the model, every module set to sum, reduction in the chosen
-    micro-batches, and an optimizer over the shards. A model that is sharded already keeps its shards, and is set to
-    sum.
+    micro-batches, and an optimizer over the shards. An already sharded model keeps its shards, and sums.
 
     Args:
         sharding: dtypes and memory of weights, gradients and shards; None for the defaults of `Sharding`.

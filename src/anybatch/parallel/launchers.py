@@ -53,8 +53,8 @@ def find_launch(*, joined: bool = False) -> Launch | None:
     """
     variables = os.environ
     if "RANK" in variables or "WORLD_SIZE" in variables:
-        return _of_torch(variables, joined=joined)
-    return _of_slurm(variables) or _of_mpi(variables, joined=joined)
+        return _torch_launch(variables, joined=joined)
+    return _slurm_launch(variables) or _mpi_launch(variables, joined=joined)
 
 
 def launch_id() -> str | None:
@@ -109,7 +109,7 @@ def listen_at_loopback() -> None:
             return
 
 
-def _of_torch(found: Mapping[str, str], *, joined: bool) -> Launch:
+def _torch_launch(found: Mapping[str, str], *, joined: bool) -> Launch:
     rank, size = found.get("RANK"), found.get("WORLD_SIZE")
     if joined:
         rank, size = rank or "0", size or "1"
@@ -131,7 +131,7 @@ def _of_torch(found: Mapping[str, str], *, joined: bool) -> Launch:
     )
 
 
-def _of_slurm(found: Mapping[str, str]) -> Launch | None:
+def _slurm_launch(found: Mapping[str, str]) -> Launch | None:
     """Return srun's description; None outside of srun: a batch script has only some of its variables."""
     size = int(found.get("SLURM_STEP_NUM_TASKS", "1"))
     if size == 1 or "SLURM_PROCID" not in found:
@@ -167,7 +167,7 @@ def _tasks_on_node(counts: str, node: int) -> int:
     return counts_by_node[node]
 
 
-def _of_mpi(found: Mapping[str, str], *, joined: bool) -> Launch | None:
+def _mpi_launch(found: Mapping[str, str], *, joined: bool) -> Launch | None:
     for rank, size, local_rank, local_size in _MPI:
         if rank not in found or int(found.get(size, "1")) == 1:
             continue

@@ -116,7 +116,7 @@ class ParameterLayout:
 class UpdateSharding(Protocol):
     """An optimizer step that is sharded over ranks."""
 
-    def alone(self) -> AbstractContextManager[None]:
+    def only_own_parameters(self) -> AbstractContextManager[None]:
         """Return the context in which the optimizer sees, and creates state for, only this rank's parameters."""
         ...
 

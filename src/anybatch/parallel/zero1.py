@@ -37,7 +37,7 @@ class ShardedUpdate:
         self._bundles = _bundled(parameters, owners)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def only_own_parameters(self) -> Iterator[None]:
         """Context in which the optimizer has only this rank's parameters; state of other parameters is dropped."""
         groups = [group["params"] for group in self._optimizer.param_groups]
         all_parameters = [list(parameters) for parameters in groups]

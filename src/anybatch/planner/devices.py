@@ -153,13 +153,13 @@ def devices_of(file: Path) -> tuple[Device, ...]:
     """
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))
-        return tuple(_of_row(row) for row in ([rows] if isinstance(rows, dict) else rows))
+        return tuple(_device_from_row(row) for row in ([rows] if isinstance(rows, dict) else rows))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         message = f"{str(file)!r} lists no devices ({type(error).__name__}: {error}). It must be a list of {_WANTED}."
         raise UserError(message) from error
 
 
-def _of_row(row: Any) -> Device:  # noqa: ANN401 (any JSON value)
+def _device_from_row(row: Any) -> Device:  # noqa: ANN401 (any JSON value)
     rates = {name: float(row["teraflops"][name]) * 1e12 for name in _FORMATS if name in row["teraflops"]}
     return Device(
         name=str(row["name"]),

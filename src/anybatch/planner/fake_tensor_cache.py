@@ -100,7 +100,7 @@ class ResultCache:
         # By id, because hashing an operation is slow. The reference to the operation keeps its id valid.
         self._cacheable: dict[int, tuple[Any, bool]] = {}
 
-    def accepts(self, func: Any) -> bool:  # noqa: ANN401 (torch's type has no name in public)
+    def accepts(self, func: Any) -> bool:  # noqa: ANN401 (torch has no public name for this type)
         """Return whether the results of an operation can be cached."""
         known = self._cacheable.get(id(func))
         if known is None:
@@ -134,7 +134,7 @@ class FakeLedger(MemoryLedger):
 
     def __torch_dispatch__(
         self,
-        func: Any,  # noqa: ANN401 (torch's type has no name in public)
+        func: Any,  # noqa: ANN401 (torch has no public name for this type)
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -190,7 +190,7 @@ class FakeLedger(MemoryLedger):
         return True
 
 
-def _depends_on_shapes(func: Any) -> bool:  # noqa: ANN401 (torch's type has no name in public)
+def _depends_on_shapes(func: Any) -> bool:  # noqa: ANN401 (torch has no public name for this type)
     """Return whether an operation's result depends only on shapes and types, and its arguments keep their shapes."""
     if getattr(func, "namespace", "") != "aten" or func in WATCHED or not _NOT_BY_SHAPE.isdisjoint(func.tags):
         return False

@@ -399,7 +399,7 @@ def _min_bytes(spec: StepSpec) -> int:
     """Return the bytes of a replica's persistent state, computed without a trace."""
     train = built(spec)[0].trained
     needed = replica_bytes(train.optimizer, modules_of(train), train.bf16_weights, limit=0)
-    return needed.unshared + needed.update.state
+    return needed.replicated_bytes + needed.update.state
 
 
 def _strategies(spec: StepSpec, level: tuple[Change, ...]) -> list[tuple[str, str | Callable[[], Strategy]]]:

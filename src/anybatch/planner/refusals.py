@@ -174,7 +174,7 @@ class HostReads(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Any,  # noqa: ANN401 (torch's type has no name in public)
+        func: Any,  # noqa: ANN401 (torch has no public name for this type)
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,

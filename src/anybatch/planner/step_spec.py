@@ -103,7 +103,7 @@ class _Replacement(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Any,  # noqa: ANN401 (torch's type has no name in public)
+        func: Any,  # noqa: ANN401 (torch has no public name for this type)
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -111,9 +111,9 @@ class _Replacement(TorchFunctionMode):
         """Replace the functions that copy tensors and parameters."""
         del types
         if func is torch.Tensor.__deepcopy__:
-            return self.twin(args[0])
+            return self.copy_of(args[0])
         if func is torch.Tensor.clone:  # a parameter outside of any module clones its data
-            return self.twin(args[0])
+            return self.copy_of(args[0])
         return func(*args, **(kwargs or {}))
 
     def known_parameters(self, value: object) -> dict[int, Any]:
@@ -122,13 +122,13 @@ class _Replacement(TorchFunctionMode):
         for module in _modules_in(value):
             for parameter in module.parameters():
                 if id(parameter) not in memo:
-                    twin = nn.Parameter(self.twin(parameter), requires_grad=parameter.requires_grad)
+                    twin = nn.Parameter(self.copy_of(parameter), requires_grad=parameter.requires_grad)
                     # `nn.Parameter` does not copy attributes set by the user.
                     twin.__dict__.update(parameter.__dict__)
                     memo[id(parameter)] = twin
         return memo
 
-    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the twin of a tensor, in new memory or in the twin of shared memory."""
         plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
         if not plain or tensor.is_quantized:

@@ -210,8 +210,7 @@ def step_seconds(
     """Return the time of a step on a rank that runs micro-batches of the given sizes.
 
     The first micro-batch creates the gradients, later ones add to them. An `ab.joint` loss runs all forwards first,
-    so the first traced micro-batch computes more than later ones; then every micro-batch gets the mean of the traced
-    times.
+    so the first traced micro-batch computes more than later ones; then each gets the mean of the traced times.
     """
     seconds = {size: _micro_batch_seconds(costs.at(size), device) for size in set(sizes)}
     exposed = 0.0
@@ -274,7 +273,7 @@ class OperationRecorder:
 
     def __call__(
         self,
-        func: Any,  # noqa: ANN401 (torch's type has no name in public)
+        func: Any,  # noqa: ANN401 (torch has no public name for this type)
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         result: Any,  # noqa: ANN401 (any result)
@@ -298,7 +297,7 @@ class OperationRecorder:
 
 
 def operation_of(
-    func: Any,  # noqa: ANN401 (torch's type has no name in public)
+    func: Any,  # noqa: ANN401 (torch has no public name for this type)
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     result: Any,  # noqa: ANN401 (any result)

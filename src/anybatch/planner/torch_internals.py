@@ -21,7 +21,7 @@ Schema = Any
 """The schema of an operation, with `is_mutable` and `arguments`; torch has no public type for it."""
 
 
-def operation(name: str, of: Any = torch.ops.aten) -> Any:  # noqa: ANN401 (torch's type has no name in public)
+def operation(name: str, of: Any = torch.ops.aten) -> Any:  # noqa: ANN401 (torch has no public name for this type)
     """Return one of torch's operations, such as "_local_scalar_dense.default"."""
     with needed_for(f"Following the operation {name}"):
         return attrgetter(name)(of)
@@ -33,7 +33,7 @@ def known_operations(names: Sequence[str], of: Any = torch.ops.aten) -> frozense
     return frozenset(getattr(packet, overload) for packet, overload in packets if hasattr(packet, overload))
 
 
-def schema_of(func: Any) -> Schema:  # noqa: ANN401 (torch's type has no name in public)
+def schema_of(func: Any) -> Schema:  # noqa: ANN401 (torch has no public name for this type)
     """Return the schema of an operation, `OpOverload._schema`."""
     with needed_for("Planning a step"):
         return func._schema

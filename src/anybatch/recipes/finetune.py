@@ -93,8 +93,7 @@ def finetune(
         layout: "padded" to the longest sample of a micro-batch, "packed" into one row without padding, or "auto": the
             faster one under a token budget, otherwise padded.
         longest: maximum tokens of a passage; longer ones are split.
-        max_bytes: stop reading files after this many bytes; None: 1 million in the standard library, no limit in a
-            folder.
+        max_bytes: stop reading after this many bytes; None: 1 million in the standard library, no limit in a folder.
 
     Raises:
         DataError: there are fewer than two files, or transformers is not installed.

@@ -41,8 +41,7 @@ class Evaluation:
         dataset: function () -> data set, as in `Job`; read without shuffling, once per evaluation.
         metric: a metric for `Engine.evaluate`: a declared loss, or a function of (model, batch) that returns one value
             per sample, `LossSum(total, count)`, or a dict of these by name. None: the job's loss.
-        effective_batch_size: samples evaluated together; None: the training batch size. The result does not depend on
-            it.
+        effective_batch_size: samples evaluated together (no effect on the result); None: the training batch size.
 
     Raises:
         DataError, LossError, BatchSizeError: an argument is invalid; the message has the fix.
@@ -87,8 +86,7 @@ class Job:
         rng: what random numbers depend on, as for `Engine`.
         noise: measurement of gradient noise, as for `Engine`; None: no measurement.
         bf16_weights: how bf16 weights are updated, as for `Engine`.
-        defaults: a `RunConfig` with the effective batch size, the learning rate, and any other setting that a run may
-            override.
+        defaults: a `RunConfig` with the effective batch size, the learning rate, and other settings to override.
 
     Raises:
         ParameterError, LossError, DataError, UserError: an argument is invalid; the message has the fix.

@@ -41,8 +41,7 @@ def load_recipe(name: str) -> Job:
             without arguments.
 
     Raises:
-        UserError: the recipe does not exist, needs arguments, or does not return a `Job`. Errors of the user's code are
-            raised unchanged.
+        UserError: the recipe does not exist, needs arguments, or does not return a `Job`. User errors are unchanged.
     """
     source, function_name = _split(RECIPES.get(name, name))
     function = _function(_import_source(source, "recipe"), function_name, source, "recipe")

@@ -48,8 +48,7 @@ def text(
         width: width of the embeddings.
         num_layers: number of transformer blocks.
         num_heads: attention heads per block; the width of a head must be even.
-        max_bytes: stop reading files after this many bytes; None: 4 million in the standard library, no limit in a
-            folder.
+        max_bytes: stop reading after this many bytes; None: 4 million in the standard library, no limit in a folder.
 
     Raises:
         UserError: the heads do not divide the width.

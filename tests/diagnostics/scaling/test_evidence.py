@@ -28,7 +28,7 @@ def test_parts() -> None:
     assert found.parts.compute == pytest.approx(COMPUTE + 0.025)
     assert found.parts.update == pytest.approx(UPDATE)
     assert found.parts.step == pytest.approx(slow + UPDATE + MESSAGES, abs=1e-5)
-    assert sum(found.parts.named.values()) + found.parts.other == pytest.approx(found.parts.step)
+    assert sum(found.parts.by_name.values()) + found.parts.other == pytest.approx(found.parts.step)
     assert found.parts.other == pytest.approx(0.0, abs=1e-5)
     assert found.ideal == pytest.approx((2 * COMPUTE + UPDATE) / 2, abs=1e-4)
 

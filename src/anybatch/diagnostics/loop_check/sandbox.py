@@ -44,8 +44,7 @@ _PROGRAMS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spa
 def run_in_sandbox(work: Callable[[], ResultT], *, timeout_seconds: float) -> ResultT:
     """Run a function in a subprocess, in a temporary copy of the working folder.
 
-    On Linux without an accelerator the process is forked, so that `work` can use functions of a notebook. Otherwise
-    `work` is pickled.
+    On Linux without an accelerator the process is forked (`work` may be a notebook's); otherwise `work` is pickled.
     """
     can_fork = sys.platform == "linux" and not torch.accelerator.is_available()
     context: Any = multiprocessing.get_context("fork") if can_fork else rank_context(*PRELOADED)

@@ -161,13 +161,13 @@ class UnitGradients:
         if self._takes_batch:
             trace = loop.run(ids, size=len(ids), steps=1, epochs=1)
             if loop.takes_loader or [len(forward.ids) for forward in trace.forwards[:1]] == [len(ids)]:
-                gradient = self._of_outputs(trace, ids)
+                gradient = self._output_gradient(trace, ids)
                 used = trace.steps[0].gradient if trace.steps else None
                 # If this is false, the optimizer used the gradients of some samples only.
                 if gradient is not None and used is not None and set(visible(ids, gradient)) <= set(visible(ids, used)):
                     gradient = used
         if gradient is None:  # the loop makes micro-batches itself: weight them by size, as for a mean
-            gradient = self._of_outputs(self._trace, ids)
+            gradient = self._output_gradient(self._trace, ids)
             has_scale = loop.has_accumulation_steps and not loop.takes_loader
         if gradient is None or not gradient.isfinite().all():
             return None
@@ -178,7 +178,7 @@ class UnitGradients:
             gradient = gradient if scaled is None else scaled
         return gradient * len(ids)
 
-    def _of_outputs(self, trace: LoopTrace, ids: Sequence[int]) -> TableGradient | None:
+    def _output_gradient(self, trace: LoopTrace, ids: Sequence[int]) -> TableGradient | None:
         """Return the gradients of the samples' outputs, with micro-batches weighted by their size."""
         if not set(ids) <= trace.output_gradients.keys():
             return None

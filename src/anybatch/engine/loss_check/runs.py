@@ -100,8 +100,7 @@ class LossRuns:
     def widened(self) -> Iterator[torch.dtype]:
         """Run on copies of the modules in float64 within the context; very large bf16 or fp16 models use float32.
 
-        The copies are shallow: attributes that a forward sets are dropped with them, and the user's parameters do not
-        change.
+        The copies are shallow: attributes that a forward sets are dropped with them; user parameters do not change.
         """
         num_elements = sum(leaf.numel() for leaf in self.parts.leaves().values())
         dtype = torch.float64 if num_elements <= _MAX_WIDENED else torch.float32

@@ -57,8 +57,7 @@ class _Sampled(NamedTuple):
 class FoundBudget:
     """The result of the trial runs; `packed` is None for a batch with one layout.
 
-    `cap` is None if none below the budget is faster. `description` is a text about cost and cap, and `layout` one
-    about the layout.
+    `cap` is None if none below the budget is faster. `description` (cost and cap) and `layout` are texts.
     """
 
     fixed_tokens: float
@@ -86,7 +85,7 @@ class BudgetTrials:
             fixed, description = self._assumed(reason)
             default = FoundBudget(fixed_tokens=fixed, description=description)
             return _padded(default, reason) if lengths.has_both_layouts else default
-        with self.trial.undone(self.world.device) as generators:
+        with self.trial.restoring_state(self.world.device) as generators:
             # If loading fails on one rank, all ranks raise an error instead of waiting for the rank.
             first: FoundBudget = self.world.run_on_all_ranks(lambda: self._find(batch, lengths, generators))[0]
         return first

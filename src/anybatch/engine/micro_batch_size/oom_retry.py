@@ -150,7 +150,7 @@ class OomRetry:
                 step=step,
                 phase=failed.phase,
                 micro_batch_size=max(unit.num_samples for unit in plan.units),
-                smaller_micro_batch_size=self.sizes.smaller(plan)[1],
+                smaller_micro_batch_size=self.sizes.smaller_sizes(plan)[1],
             )
 
     def too_large_to_plan(self, error: torch.OutOfMemoryError, step: int) -> DoesNotFitError:

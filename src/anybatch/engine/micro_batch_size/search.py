@@ -79,7 +79,7 @@ class TrialParts:
         return ""
 
     @contextmanager
-    def undone(self, device: torch.device) -> Iterator[SeededGenerators]:
+    def restoring_state(self, device: torch.device) -> Iterator[SeededGenerators]:
         """Context that restores everything that trial runs change on exit."""
         functions = self.context.loss.functions.values()
         # Compiled modules run compiled, to measure the memory of real steps.

@@ -195,13 +195,13 @@ class RunSizes:
 
         "After" is None if no smaller size is possible. The run then equals, bit for bit, a run with the smaller sizes.
         """
-        smaller, after = self.smaller(plan)
+        smaller, after = self.smaller_sizes(plan)
         if smaller is not None:
             self._before = self.original
             self._use(smaller)
         return max(unit.num_samples for unit in plan.units), after
 
-    def smaller(self, plan: BatchPlan) -> tuple[Sizes | None, int | None]:
+    def smaller_sizes(self, plan: BatchPlan) -> tuple[Sizes | None, int | None]:
         """Return sizes with twice as many micro-batches as this plan, nearly equal, and the largest micro-batch's size.
 
         Return (None, None) if no smaller size is possible; then `why_not_smaller` is the reason.
@@ -282,7 +282,7 @@ class RunSizes:
             device=self._world.device,
             clock=self.auto.clock,
         )
-        with trial.undone(self._world.device):
+        with trial.restoring_state(self._world.device):
             planned, why_not_planned = self._planned(first)
             search = Search(
                 runs,

@@ -94,8 +94,7 @@ def plan(
             None: the optimizer of `what`, or AdamW.
         loss: the loss for a module, as for `Engine`; None if `what` is a function that returns a `TrainSpec`.
         sample: a batch of one sample, for a module or a `TrainSpec`; only its shapes and types are used.
-        device: a name such as "RTX 4090" or "H100", a size such as "24GiB", or bytes; "cpu:8GiB" is for a CPU; or a
-            `Device`.
+        device: a name such as "RTX 4090", a size such as "24GiB" ("cpu:8GiB" for a CPU), bytes, or a `Device`.
         effective_batch_size: samples of one step over all ranks; None: the size of a job or a `TrainSpec`.
         world_size: number of ranks.
         precision: number format of forward and backward; None: the format of a `TrainSpec`, else "fp32".
@@ -239,7 +238,7 @@ class _SameTensors(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Any,  # noqa: ANN401 (torch's type has no name in public)
+        func: Any,  # noqa: ANN401 (torch has no public name for this type)
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
