@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import anybatch as ab
 from anybatch.core.compatibility import PrecisionName
+from anybatch.core.torch_internals import TorchDispatchMode
 from anybatch.diagnostics.memory_report import record_memory
 from anybatch.memory.trace import MemoryTimeline
 from anybatch.parallel.gradient_buckets import gradient_bytes
