@@ -35,6 +35,7 @@ if typing.TYPE_CHECKING:
     from anybatch.engine.shares import shares
     from anybatch.engine.user_code import in_trial_run
     from anybatch.events.jsonl import JsonlLog, record
+    from anybatch.integrations import exact
     from anybatch.parallel.world import World
     from anybatch.recipes.job import Evaluation, Job
     from anybatch.recipes.planning.plan import plan
@@ -55,6 +56,7 @@ __all__ = [
     "batches",
     "check",
     "counted",
+    "exact",
     "in_trial_run",
     "joint",
     "mean_over",
@@ -85,6 +87,7 @@ _HOMES: collections.abc.Mapping[str, str] = types.MappingProxyType(
         "advise": "anybatch.diagnostics.advise",
         "batches": "anybatch.data",
         "check": "anybatch.diagnostics.check",
+        "exact": "anybatch.integrations",
         "in_trial_run": "anybatch.engine.user_code",
         "plan": "anybatch.recipes.planning.plan",
         "record": "anybatch.events.jsonl",

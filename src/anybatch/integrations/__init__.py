@@ -1,0 +1,52 @@
+"""The exact step inside other trainers: `ab.exact(trainer)`.
+
+Each library has a module of its own, which is imported when a trainer of that library is given.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from anybatch.core.loss import Term
+from anybatch.errors import UserError
+
+__all__ = ["exact"]
+
+Trainer = TypeVar("Trainer")
+
+
+def exact(trainer: Trainer, *, count: Term | Callable[[Any], Any] | None = None) -> Trainer:
+    """Make every optimizer step of a trainer use the gradient of all its micro-batches as one batch.
+
+    Supported: transformers' `Trainer` and its subclasses, such as TRL's `SFTTrainer`. The trainer keeps its data, loop,
+    arguments, logs and checkpoints. Only the factor of each micro-batch's loss changes: with accumulation, padding,
+    masked tokens or several ranks, the trainer's own factor is wrong for many models.
+
+        trainer = ab.exact(Trainer(model, args, train_dataset=data))
+        trainer.train()
+
+    The first step calls the model on a few samples, without training it, to find out which items its loss averages
+    over, and whether it divides by `num_items_in_batch`. It prints the result, and what the trainer would have done.
+    With dropout, the gradient is that of the same split: other splits draw other random numbers.
+
+    Args:
+        trainer: the trainer, before `train()`. It is changed in place.
+        count: the items that the loss averages over, where they cannot be found out: `ab.tokens(shift=False)`,
+            `ab.samples()`, or a function of a micro-batch that returns their number.
+
+    Returns:
+        The same trainer.
+
+    Raises:
+        UserError: the trainer's library is not supported, or one of its options makes an exact step impossible.
+        LossError: in the first step, if the loss is no sum or mean over items that can be counted.
+    """
+    if any(kind.__module__.startswith("transformers.") for kind in type(trainer).__mro__):
+        from anybatch.integrations.transformers import make_exact  # noqa: PLC0415 (imported only when used)
+
+        make_exact(trainer, count)
+        return trainer
+    message = (
+        f"ab.exact(trainer) takes a Trainer of transformers or a subclass, such as TRL's SFTTrainer, not "
+        f"{type(trainer).__name__}. In a loop of your own, use ab.Engine."
+    )
+    raise UserError(message, code="unsupported_trainer")

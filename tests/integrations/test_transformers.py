@@ -1,0 +1,291 @@
+"""`ab.exact(trainer)`: every step of a Trainer has the gradient of its samples as one batch."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.core.tensors import relative_error
+from anybatch.errors import LossError, UserError
+from tests.integrations.heads import HEADS, Head, Sample, classified, collate, hf, question, samples_of
+from tests.raising import raises
+
+pytest.importorskip("accelerate", reason="needs the extra anybatch[transformers]")
+
+NUM_SAMPLES = 29
+MICRO_BATCH_SIZE = 3
+STEPS = 4
+BOUND = 1e-14
+EXPECTED = {  # the items of the loss, whether it divides by num_items_in_batch, and whether the Trainer alone is exact
+    "Llama": ("shifted tokens", True, True),
+    "Llama, tied": ("shifted tokens", True, True),
+    "GPT-2": ("shifted tokens", True, False),
+    "Mixtral": ("shifted tokens", True, True),
+    "BERT, masked": ("tokens", False, False),
+    "BERT, tokens": ("tokens", False, False),
+    "T5": ("tokens", False, False),
+    "BERT, classes": ("samples", False, False),
+    "BERT, several classes": ("samples", False, False),
+    "BERT, regression": ("samples", False, False),
+    "Llama, classes": ("samples", False, False),
+    "BERT, choices": ("samples", False, False),
+    "BERT, questions": ("samples", False, False),
+    "ViT": ("samples", True, True),
+    "wav2vec2, sum": ("sum", False, True),
+    "wav2vec2, mean": ("samples", False, False),
+}
+CHECKPOINTING = (
+    "activation_checkpointing"
+    if "activation_checkpointing" in inspect.signature(hf.TrainingArguments).parameters
+    else "gradient_checkpointing"
+)
+Gradients = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let models compute their losses in float64: they call `logits.float()`."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+def gradients(model: nn.Module) -> Gradients:
+    """Return copies of all gradients."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+class Run:
+    """A training run of a small model, with the gradients of its steps and the samples it has seen."""
+
+    def __init__(self, head: Head, folder: Path, trainer_class: type[Any] | None = None, **options: Any) -> None:
+        torch.manual_seed(1)
+        self.head, self.model = head, head.model().double()
+        self.initial = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.samples, self.seen, self.steps = samples_of(head, NUM_SAMPLES), [], []  # type: ignore[var-annotated]
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        optimizer.register_step_pre_hook(lambda *_: self.steps.append(gradients(self.model)))
+        arguments = {
+            "per_device_train_batch_size": MICRO_BATCH_SIZE,
+            "gradient_accumulation_steps": STEPS,
+            "num_train_epochs": 1,
+            "use_cpu": True,
+            "max_grad_norm": 0.0,
+            "remove_unused_columns": False,
+            "report_to": [],
+            "save_strategy": "no",
+            "logging_steps": 1,
+            "disable_tqdm": True,
+        }
+        of_trainer = {key: options.pop(key) for key in ("compute_loss_func",) if key in options}
+        self.trainer = (trainer_class or hf.Trainer)(
+            self.model,
+            hf.TrainingArguments(str(folder), **{**arguments, **options}),
+            functools.partial(collate, seen=self.seen),
+            self.samples,
+            optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)),
+            **of_trainer,
+        )
+
+    def losses(self) -> list[float]:
+        """Return the logged losses."""
+        return [entry["loss"] for entry in self.trainer.state.log_history if "loss" in entry]
+
+    def windows(self) -> list[list[Sample]]:
+        """Return the samples of each step."""
+        numbers, args = self.seen, self.trainer.args
+        assert sorted(numbers) == list(range(NUM_SAMPLES))
+        size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        return [[self.samples[one] for one in numbers[start : start + size]] for start in range(0, NUM_SAMPLES, size)]
+
+    def worst_error(self, loss: Callable[[nn.Module, Sample], torch.Tensor] | None = None) -> float:
+        """Return the largest relative error of a step's gradient against its samples in one batch."""
+        errors = []
+        for found, window in zip(self.steps, self.windows(), strict=True):
+            model = self.head.model().double().train()
+            model.load_state_dict(self.initial)
+            batch = collate(window)
+            (loss(model, batch) if loss else model(**batch).loss).backward()
+            errors.append(relative_error(found, gradients(model)))
+        return max(errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HEADS)
+def test_steps_have_the_gradient_of_one_batch(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The gradient is that of the step's samples in one batch, also in the last, shorter step."""
+    items, divides, is_exact_alone = EXPECTED[name]
+    plain, run = Run(HEADS[name], tmp_path), Run(HEADS[name], tmp_path)
+    plain.trainer.train()
+    ab.exact(run.trainer).train()
+
+    assert (plain.worst_error() < BOUND) == is_exact_alone
+    assert run.worst_error() < BOUND
+    printed = capsys.readouterr().out
+    assert "sum" in printed if items == "sum" else f"which are {items}" in printed
+    assert ("divided by num_items_in_batch" in printed) == divides
+
+
+def test_logged_losses_are_those_of_the_whole_step(tmp_path: Path) -> None:
+    """The logged loss is the mean over all tokens of the step."""
+    run = Run(HEADS["BERT, tokens"], tmp_path)
+    ab.exact(run.trainer).train()
+    model = run.head.model().double().eval()
+    model.load_state_dict(run.initial)
+    with torch.no_grad():
+        expected = [float(model(**collate(window)).loss) for window in run.windows()]
+
+    assert run.losses() == pytest.approx(expected, rel=1e-6)  # the Trainer adds losses in float32
+
+
+def test_evaluation_is_as_before(tmp_path: Path) -> None:
+    """The evaluation loss of an exact trainer is that of the trainer alone."""
+    plain, run = Run(HEADS["BERT, tokens"], tmp_path), Run(HEADS["BERT, tokens"], tmp_path)
+    ab.exact(run.trainer).train()
+    plain.trainer.train()
+
+    found, expected = (one.trainer.evaluate(one.samples)["eval_loss"] for one in (run, plain))
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"label_smoothing_factor": 0.1}, {"average_tokens_across_devices": False}, {CHECKPOINTING: True}],
+    ids=str,
+)
+def test_options_of_the_trainer(options: dict[str, Any], tmp_path: Path) -> None:
+    """Label smoothing, checkpointing and counts per device keep the gradient exact."""
+    run = Run(HEADS["Llama"], tmp_path, **options)
+    ab.exact(run.trainer).train()
+
+    def loss(model: nn.Module, batch: Sample) -> torch.Tensor:
+        if "label_smoothing_factor" not in options:
+            return model(**batch).loss  # type: ignore[no-any-return]
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        return run.trainer.label_smoother(model(**inputs), batch["labels"], shift_labels=True)  # type: ignore[no-any-return]
+
+    assert run.worst_error(loss) < BOUND
+
+
+def test_the_probe_leaves_no_trace(tmp_path: Path) -> None:
+    """Random numbers, the training mode and gradients are as before the probe, so dropout is as without it."""
+
+    def trained(*, exact: bool) -> tuple[torch.Tensor, Gradients]:
+        torch.manual_seed(1)
+        config = hf.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=64)
+        run = Run(
+            Head(lambda: hf.GPT2LMHeadModel(config), HEADS["GPT-2"].sample), tmp_path, gradient_accumulation_steps=1
+        )
+        if exact:
+            ab.exact(run.trainer, count=ab.tokens(shift=False))  # as the Trainer counts
+        run.trainer.train()
+        return torch.get_rng_state(), run.steps[-1]
+
+    (state, alone), (exact_state, exact) = trained(exact=False), trained(exact=True)
+
+    assert torch.equal(state, exact_state)
+    assert relative_error(exact, alone) < BOUND
+
+
+def test_a_micro_batch_without_targets_adds_nothing(tmp_path: Path) -> None:
+    """A mean over no tokens is left out instead of making the loss NaN."""
+
+    def half_empty(generator: torch.Generator, length: int) -> Sample:
+        sample = HEADS["BERT, tokens"].sample(generator, length)
+        return sample if length % 2 else {**sample, "labels": torch.full_like(sample["labels"], -100)}
+
+    run = Run(
+        Head(HEADS["BERT, tokens"].model, half_empty),
+        tmp_path,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=12,
+    )
+    ab.exact(run.trainer).train()
+
+    assert run.worst_error() < BOUND
+
+
+def test_a_declared_count(tmp_path: Path) -> None:
+    """`count=` sets the divisor of a loss whose items the probe cannot find out."""
+    weights = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+
+    def weighted(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        del num_items_in_batch
+        return nn.functional.cross_entropy(outputs.logits, labels, weights)
+
+    head = HEADS["BERT, classes"]
+    refused = Run(head, tmp_path, compute_loss_func=weighted)
+    with raises(LossError, "unknown_items"):
+        ab.exact(refused.trainer).train()
+
+    run = Run(head, tmp_path, compute_loss_func=weighted)
+    ab.exact(run.trainer, count=lambda batch: weights[batch["labels"]].sum()).train()
+
+    def loss(model: nn.Module, batch: Sample) -> torch.Tensor:
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        return weighted(model(**inputs), batch["labels"])
+
+    assert run.worst_error(loss) < BOUND
+
+
+def router(**options: Any) -> Head:
+    """Return a mixture of experts."""
+    llama = HEADS["Mixtral"].model().config.to_dict()  # type: ignore[union-attr, operator]
+    return Head(lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**{**llama, **options})), HEADS["Mixtral"].sample)
+
+
+def beyond(generator: torch.Generator, length: int) -> Sample:
+    """Return a question whose answer is sometimes beyond the text."""
+    sample = question(generator, length)
+    return sample if length % 3 else {**sample, "end_positions": torch.tensor(99)}
+
+
+def of_own_length(generator: torch.Generator, length: int) -> Sample:
+    """Return a question without padding."""
+    return {**question(generator, length), "input_ids": question(generator, length)["input_ids"][:length]}
+
+
+class InBatchLoss(nn.Module):
+    """A model that compares the samples of a batch with each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Embedding(64, 8)
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
+        """Return the loss of telling samples apart."""
+        one = self.layer(input_ids).mean(1)
+        return {"loss": nn.functional.cross_entropy(one @ one.T, torch.arange(len(one)))}
+
+
+@pytest.mark.parametrize(
+    ("head", "options", "error", "code"),
+    [
+        (router(output_router_logits=True), {}, UserError, "router_loss"),
+        (HEADS["Llama"], {"auto_find_batch_size": True}, UserError, "auto_find_batch_size"),
+        (Head(HEADS["BERT, questions"].model, beyond), {}, LossError, "ignored_positions"),
+        (Head(HEADS["BERT, questions"].model, of_own_length), {}, LossError, "unequal_lengths"),
+        (Head(InBatchLoss, classified), {}, LossError, "unknown_items"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_refusals(head: Head, options: dict[str, Any], error: type[Exception], code: str, tmp_path: Path) -> None:
+    """What cannot be exact is refused by name, at the latest before the first update."""
+    run = Run(head, tmp_path, **options)
+
+    with raises(error, code):  # type: ignore[arg-type]
+        ab.exact(run.trainer).train()
+    assert not run.steps
+
+
+def test_other_objects_and_second_calls(tmp_path: Path) -> None:
+    """A trainer of another library, and a trainer that is exact already, are refused."""
+    with raises(UserError, "unsupported_trainer"):
+        ab.exact(nn.Linear(1, 1))
+    trainer = ab.exact(Run(HEADS["Llama"], tmp_path).trainer)
+    with raises(UserError, "already_exact"):
+        ab.exact(trainer)
