@@ -1,7 +1,7 @@
 """Small models of transformers in float64 without dropout, each with samples of different lengths."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -32,9 +32,16 @@ BERT = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-GPT2 = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 1, "n_head": 2, "n_positions": 64}
+GPT2: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 1, "n_head": 2, "n_positions": 64}
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-T5 = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+T5: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": WIDTH,
+    "d_kv": 8,
+    "d_ff": 32,
+    "num_layers": 1,
+    "num_heads": 2,
+}
 T5 |= {"dropout_rate": 0.0, "pad_token_id": 0, "decoder_start_token_id": 0}
 MIXTRAL = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 WAV2VEC2 = {
@@ -140,7 +147,8 @@ def question(generator: torch.Generator, length: int) -> Sample:
 
 def ctc(reduction: str) -> nn.Module:
     """Return a speech recognizer whose loss is a sum, or a mean over samples."""
-    return hf.Wav2Vec2ForCTC(hf.Wav2Vec2Config(**WAV2VEC2, ctc_loss_reduction=reduction))
+    model: nn.Module = hf.Wav2Vec2ForCTC(hf.Wav2Vec2Config(**WAV2VEC2, ctc_loss_reduction=reduction))
+    return model
 
 
 HEADS = {

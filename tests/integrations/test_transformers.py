@@ -1,18 +1,22 @@
 """`ab.exact(trainer)`: every step of a Trainer has the gradient of its samples as one batch."""
 
-import functools
 import inspect
-from collections.abc import Callable
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import anybatch as ab
 from anybatch.core.tensors import relative_error
 from anybatch.errors import LossError, UserError
+from anybatch.testing import run_ranks
 from tests.integrations.heads import HEADS, Head, Sample, classified, collate, hf, question, samples_of
 from tests.raising import raises
 
@@ -85,7 +89,7 @@ class Run:
         self.trainer = (trainer_class or hf.Trainer)(
             self.model,
             hf.TrainingArguments(str(folder), **{**arguments, **options}),
-            functools.partial(collate, seen=self.seen),
+            partial(collate, seen=self.seen),
             self.samples,
             optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)),
             **of_trainer,
@@ -98,9 +102,14 @@ class Run:
     def windows(self) -> list[list[Sample]]:
         """Return the samples of each step."""
         numbers, args = self.seen, self.trainer.args
-        assert sorted(numbers) == list(range(NUM_SAMPLES))
+        assert args.world_size > 1 or sorted(numbers) == list(range(NUM_SAMPLES))
         size = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        return [[self.samples[one] for one in numbers[start : start + size]] for start in range(0, NUM_SAMPLES, size)]
+        mine = [[self.samples[one] for one in numbers[start : start + size]] for start in range(0, len(numbers), size)]
+        if args.world_size == 1:
+            return mine
+        of_ranks: list[Any] = [None] * args.world_size
+        dist.all_gather_object(of_ranks, mine)
+        return [[sample for window in windows for sample in window] for windows in zip(*of_ranks, strict=True)]
 
     def worst_error(self, loss: Callable[[nn.Module, Sample], torch.Tensor] | None = None) -> float:
         """Return the largest relative error of a step's gradient against its samples in one batch."""
@@ -128,6 +137,33 @@ def test_steps_have_the_gradient_of_one_batch(name: str, tmp_path: Path, capsys:
     printed = capsys.readouterr().out
     assert "sum" in printed if items == "sum" else f"which are {items}" in printed
     assert ("divided by num_items_in_batch" in printed) == divides
+
+
+def errors_on_a_rank(names: Sequence[str], folder: Path) -> dict[str, float]:
+    """Train each model on every rank, and return its largest error."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # accelerate asks for them, but the group exists
+    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign, assignment]
+    warnings.simplefilter("ignore")  # of accelerate and DDP
+    errors = {}
+    for name in names:
+        run = Run(HEADS[name], folder, ddp_backend="gloo")
+        ab.exact(run.trainer).train()
+        assert run.trainer.accelerator.num_processes == dist.get_world_size()
+        errors[name] = run.worst_error()
+    return errors
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_ranks(tmp_path: Path) -> None:
+    """On two ranks, the gradient is that of the samples of both ranks in one batch."""
+    names = ["GPT-2", "BERT, tokens", "BERT, classes", "wav2vec2, sum"]
+    outcomes = run_ranks(2, errors_on_a_rank, names, tmp_path)
+
+    assert not any(outcome.error for outcome in outcomes), outcomes[0].error
+    assert all(error < BOUND for outcome in outcomes for error in outcome.value.values()), outcomes
 
 
 def test_logged_losses_are_those_of_the_whole_step(tmp_path: Path) -> None:
@@ -273,11 +309,11 @@ class InBatchLoss(nn.Module):
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_refusals(head: Head, options: dict[str, Any], error: type[Exception], code: str, tmp_path: Path) -> None:
+def test_refusals(head: Head, options: dict[str, Any], error: type[UserError], code: str, tmp_path: Path) -> None:
     """What cannot be exact is refused by name, at the latest before the first update."""
     run = Run(head, tmp_path, **options)
 
-    with raises(error, code):  # type: ignore[arg-type]
+    with raises(error, code):
         ab.exact(run.trainer).train()
     assert not run.steps
 

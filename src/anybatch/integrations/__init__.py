@@ -6,7 +6,7 @@ Each library has a module of its own, which is imported when a trainer of that l
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from anybatch.core.loss import Term
+from anybatch.core.loss_kinds import Term
 from anybatch.errors import UserError
 
 __all__ = ["exact"]

@@ -6,21 +6,23 @@ divisors, and on parts of them.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybatch.core.loss import Count, tokens
+from anybatch.core.loss import tokens
+from anybatch.core.loss_kinds import Count
 from anybatch.errors import LossError
 
 Batch = Mapping[str, Any]
 Loss = Callable[[Batch, Tensor | None], float]
 """The loss of a batch, given the divisor; without a divisor for None."""
 Collated = Callable[[list[int]], Batch]
-Counts = Mapping[str, Callable[[Batch], Tensor | int]]
+Counts = Mapping[str, Callable[[Batch], Tensor | float]]
 Parts = tuple[Batch, Batch, Batch]
 """A batch, its first part, and the rest."""
 
@@ -62,7 +64,7 @@ def num_rows(batch: Batch) -> int:
     return next(len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim())
 
 
-def counts_for(labels: str) -> dict[str, Callable[[Batch], Tensor | int]]:
+def counts_for(labels: str) -> dict[str, Callable[[Batch], Tensor | float]]:
     """Return the numbers of items, by kind, for batches with these labels (samples, positions)."""
     given, shifted = _required(tokens(labels, shift=False).count), _required(tokens(labels).count)
     own = _required(tokens("shift_labels", shift=False).count)
@@ -113,14 +115,11 @@ def find_reduction(loss: Loss, batch: Batch, labels: str, num_classes: int, coll
     counts = _candidates(batch, labels)
     if divides(loss, batch):
         return _by_own_count(loss, list(_relabelled(batch, labels, num_classes)), counts)
+    of_rows = partial(_parts_of_rows, list(_relabelled(batch, labels, num_classes)))
+    of_samples = partial(_parts_of_samples, collated)
+    reason = ""
     # Rows first: a collate function that masks at random gives a sample other labels in every call.
-    of_rows = lambda: [
-        _parts_of_rows(one, number) for number, one in enumerate(_relabelled(batch, labels, num_classes))
-    ]  # noqa: E731
-    trials, reason = [of_rows], ""
-    if collated is not None:
-        trials.append(lambda: [_collated_parts(collated, number) for number in range(NUM_TRIALS)])
-    for make in trials:
+    for make in (of_rows, of_samples):
         try:
             found = _by_parts(loss, make(), counts)
         except (ValueError, RuntimeError, IndexError) as error:  # the rows are no samples
@@ -137,7 +136,7 @@ def find_reduction(loss: Loss, batch: Batch, labels: str, num_classes: int, coll
     raise LossError(message, code="unknown_items")
 
 
-def _candidates(batch: Batch, labels: str) -> dict[str, Callable[[Batch], Tensor | int]]:
+def _candidates(batch: Batch, labels: str) -> dict[str, Callable[[Batch], Tensor | float]]:
     counts, given = counts_for(labels), batch.get(labels)
     of_tokens = isinstance(given, Tensor) and not given.is_floating_point() and given.dim() > 1
     return counts if of_tokens else {"samples": counts["samples"]}
@@ -197,22 +196,28 @@ def _share(first: float, rest: float) -> float:
     return first / (first + rest) if first + rest else math.nan
 
 
-def _parts_of_rows(batch: Batch, number: int) -> Parts:
-    length = num_rows(batch)
-    chosen = min(length, MAX_ROWS)
-    first, rest = [number % chosen], [row for row in range(chosen) if row != number % chosen]
+def _parts_of_rows(batches: Sequence[Batch]) -> list[Parts]:
+    """Return each batch whole, its row of the batch's number, and the other rows; at most `MAX_ROWS` rows."""
+    length = num_rows(batches[0])
+    chosen = range(min(length, MAX_ROWS))
 
-    def rows(numbers: list[int]) -> dict[str, Any]:
+    def rows(batch: Batch, numbers: list[int]) -> dict[str, Any]:
         return {
             key: value[numbers] if isinstance(value, Tensor) and value.dim() and len(value) == length else value
             for key, value in batch.items()
         }
 
-    return rows(first + rest), rows(first), rows(rest)
+    parts: list[Parts] = []
+    for number, batch in enumerate(batches):
+        first, rest = [number % len(chosen)], [row for row in chosen if row != number % len(chosen)]
+        parts.append((rows(batch, first + rest), rows(batch, first), rows(batch, rest)))
+    return parts
 
 
-def _collated_parts(collated: Collated, number: int) -> Parts:
-    return collated([number, number + 1, number + 2]), collated([number]), collated([number + 1, number + 2])
+def _parts_of_samples(collated: Collated | None) -> list[Parts]:
+    """Return three samples, the first of them and the others; none without access to samples."""
+    numbers = range(NUM_TRIALS if collated else 0)
+    return [(collated([n, n + 1, n + 2]), collated([n]), collated([n + 1, n + 2])) for n in numbers]  # type: ignore[misc]
 
 
 def _relabelled(batch: Batch, labels: str, num_classes: int) -> Iterator[Batch]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anybatch.core.loss import Term
+from anybatch.core.loss_kinds import Term
 from anybatch.engine.evaluation import evaluation_mode
 from anybatch.errors import LossError, UserError
 from anybatch.integrations.probe import Batch, Reduction, counts_for, divides, find_reduction, num_rows
@@ -174,10 +174,12 @@ class _ExactLoss:
 
     def _probe(self, batch: Batch) -> Reduction:
         trainer = self._trainer
+        from accelerate.utils import send_to_device  # noqa: PLC0415 (the trainer has imported it)
+
         module = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
 
         def loss(part: Batch, divisor: Tensor | None) -> float:
-            inputs = trainer._prepare_inputs(dict(part))  # noqa: SLF001 (the trainer moves inputs the same way)
+            inputs = send_to_device(dict(part), trainer.args.device)
             divisor = divisor if divisor is None else divisor.to(trainer.args.device)
             return float(self._compute_loss(module, inputs, False, num_items_in_batch=divisor))  # noqa: FBT003
 
@@ -227,7 +229,7 @@ def _refuse_ignored_positions(window: Sequence[Batch]) -> None:
 def _collated(trainer: Any) -> Callable[[list[int]], Batch] | None:  # noqa: ANN401
     """Return a function that collates samples of the training data as the trainer's loader does; None for a stream."""
     loader = trainer.callback_handler.train_dataloader
-    dataset = getattr(loader, "dataset", None)
+    dataset: Any = getattr(loader, "dataset", None)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or len(dataset) < MIN_SAMPLES:
         return None
     return lambda numbers: loader.collate_fn([dataset[number] for number in numbers])
