@@ -3,31 +3,27 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from anybatch.core.compatibility import TABLE, Combinations, Feature, Verdict, cell
+from anybatch.core.compatibility import TABLE, Combinations, Feature, Verdict
 
 
 def as_markdown() -> str:
     """Return the table as a page of the documentation."""
     parts = [
         _INTRODUCTION,
-        _legend(),
-        "## Features",
-        _features(),
-        "## Table",
-        _matrix(),
-        *(_section(title, verdict) for title, verdict in _SECTIONS.items()),
+        *(_section(verdict, *texts) for verdict, texts in _SECTIONS.items()),
         _ATTACHED,
+        "## Names of features",
+        _features(),
     ]
     return "\n\n".join(parts)
 
 
 _INTRODUCTION = """# Which features can be combined
 
-The engine checks this table before it changes the model.
-A *split* divides an effective batch into micro-batches, and a *deal* assigns these to ranks.
-With deal='balanced', a micro-batch at the border of two ranks may be split.
-A test runs every cell on one and on two CPU ranks, with torch.compile's backends `aot_eager` and `eager`.
-A pair without its own entry gets the worse verdict of its two features.
+A combination of two [features](#names-of-features) that is not listed here is exact.
+Exact means the gradient of the unsplit batch: to 1e-12 in float64, and up to rounding in bf16 and fp16.
+The engine refuses with a `CompositionError` before it changes the model, or in the first backward if need be.
+A test runs every pair on one and on two CPU ranks, with torch.compile's backends `aot_eager` and `eager`.
 
 `python docs/write_composition.py` writes this page from `src/anybatch/core/compatibility.py`."""
 _ATTACHED = """## Attached to parameters, or used by the loss
@@ -50,20 +46,14 @@ Where `fsdp` refuses a row, `zero1` works, because it keeps whole weights.
 | second function of `ab.joint` uses weights of the model or its own weights | exact | exact |
 | samples with different numbers of items | exact | exact |
 | loss through the model of another engine (a GAN) | exact | exact |"""
-_MEANINGS: Mapping[Verdict, str] = {
-    Verdict.EXACT: "exact: the gradient equals the gradient of the unsplit batch (to 1e-12 in float64; up to rounding "
-    "in bf16 and fp16)",
-    Verdict.SAME_SPLIT: "exact for the same split: micro-batches give the same gradient on any number of ranks",
-    Verdict.DIFFERS: "differs: it runs, with a different gradient",
-    Verdict.EXCLUSIVE: "exclusive: the two cannot occur together",
-    Verdict.REFUSED: "refused: `CompositionError` before the model is changed, or in the first backward if only that "
-    "can show it",
-}
-_SECTIONS: Mapping[str, Verdict] = {
-    "Refused": Verdict.REFUSED,
-    "Differs": Verdict.DIFFERS,
-    "Exact for the same split": Verdict.SAME_SPLIT,
-    "Exclusive across axes": Verdict.EXCLUSIVE,
+_SECTIONS: Mapping[Verdict, tuple[str, str]] = {
+    Verdict.REFUSED: ("Refused", ""),
+    Verdict.DIFFERS: ("Differs", "These run, with a different gradient."),
+    Verdict.SAME_SPLIT: (
+        "Exact for the same split",
+        "Micro-batches of the same samples give the same gradient on any number of ranks.",
+    ),
+    Verdict.EXCLUSIVE: ("Exclusive", "These cannot occur together."),
 }
 _DETECTED_LATE: Mapping[str, str] = {
     "batch": " (detected at the first batch)",
@@ -72,32 +62,11 @@ _DETECTED_LATE: Mapping[str, str] = {
 }
 
 
-def _legend() -> str:
-    rows = [f"| `{verdict.value}` | {_MEANINGS[verdict]} |" for verdict in Verdict]
-    return "\n".join(["| mark | meaning |", "|---|---|", *rows])
-
-
 def _features() -> str:
     rows = [
-        f"| `{feature.name.lower()}` | {feature.axis} | {feature.label}{_DETECTED_LATE.get(feature.axis, '')} |"
-        for feature in Feature
+        f"| `{feature.name.lower()}` | {feature.label}{_DETECTED_LATE.get(feature.axis, '')} |" for feature in Feature
     ]
-    return "\n".join(["| feature | axis | meaning |", "|---|---|---|", *rows])
-
-
-def _matrix() -> str:
-    ordered = list(Feature)
-    width = max(len(feature.name) for feature in ordered)
-    header = [f"{number:<10}" for number in range(1, len(ordered) + 1, 10)]
-    lines = [" " * (width + 4) + " ".join(header).rstrip()]
-    for number, row in enumerate(ordered, 1):
-        marks = "".join(cell(row, column).verdict.value for column in ordered[:number])
-        groups = " ".join(marks[start : start + 10] for start in range(0, number, 10))
-        lines.append(f"{number:>2} {row.name.lower():<{width}} {groups}")
-    columns = (
-        "Columns have the numbers of the rows, in groups of ten; the diagonal has the verdict on a single feature."
-    )
-    return "\n".join([columns, "", "```text", *lines, "```"])
+    return "\n".join(["| feature | meaning |", "|---|---|", *rows])
 
 
 def _named(combinations: Combinations) -> str:
@@ -112,12 +81,12 @@ def _named(combinations: Combinations) -> str:
     return "; ".join(" with ".join(filter(None, part)) for part in parts)
 
 
-def _section(title: str, verdict: Verdict) -> str:
+def _section(verdict: Verdict, title: str, meaning: str) -> str:
     items = []
     for combinations, found in TABLE.items():
         if found.verdict is verdict:
             items.append(f"- {_named(combinations)}: {found.reason}. {found.remedy}".rstrip())
-    return "\n\n".join([f"## {title}", "\n".join(items) or "None."])
+    return "\n\n".join(filter(None, [f"## {title}", meaning, "\n".join(items) or "None."]))
 
 
 if __name__ == "__main__":

@@ -135,8 +135,8 @@ def test_steps_have_the_gradient_of_one_batch(name: str, tmp_path: Path, capsys:
     assert (plain.worst_error() < BOUND) == is_exact_alone
     assert run.worst_error() < BOUND
     printed = capsys.readouterr().out
-    assert "sum" in printed if items == "sum" else f"which are {items}" in printed
-    assert ("divided by num_items_in_batch" in printed) == divides
+    expected = f"a sum over {items}, divided" if divides else f"a mean over {items}."
+    assert ("a sum that is not divided" if items == "sum" else expected) in printed
 
 
 def errors_on_a_rank(names: Sequence[str], folder: Path) -> dict[str, float]:

@@ -54,9 +54,10 @@ class Reduction:
 
     def __str__(self) -> str:
         if self.items == "sum":
-            return "the sum over its items"
-        averaged = "divided by num_items_in_batch" if self.divides else "a mean over its own items"
-        return f"{averaged}, which are {self.items}"
+            return "a sum that is not divided"
+        return (
+            f"a sum over {self.items}, divided by num_items_in_batch" if self.divides else f"a mean over {self.items}"
+        )
 
 
 def num_rows(batch: Batch) -> int:

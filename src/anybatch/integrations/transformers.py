@@ -204,7 +204,7 @@ class _ExactLoss:
             return f"{found} {same if times == 1 else f'{ALONE} gradient would have been {times:.4g} times as large.'}"
         is_undivided = (trainer.model_accepts_loss_kwargs and host_count is not None) or trainer.compute_loss_func
         if is_undivided:
-            return f"{found} {ALONE} gradient would have been {len(window)} times as large, once per micro-batch."
+            return f"{found} {ALONE} gradient would have been {len(window)} times as large, a sum of means."
         return f"{found} {ALONE} micro-batches would have had equal weights, whatever their numbers of items."
 
 
