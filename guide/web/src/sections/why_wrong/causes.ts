@@ -252,7 +252,6 @@ export interface TrainerLosses {
 /** A cause with its recorded numbers. */
 export interface Measured extends Cause {
   amounts: { at: string; amount: number }[];
-  step: number[];
   losses: { with: number[]; without: number[] };
   /** The first step, from 1, whose loss is NaN, or else differs by more than rounding. */
   differs: number | undefined;
@@ -270,7 +269,6 @@ export function measured(id: CauseId, data: WrongLosses, trainer: TrainerLosses)
   return {
     ...cause,
     amounts: own.amounts.map((each) => ({ at: each.at, amount: Number(each.amount) })),
-    step: losses.with.map((_, step) => step + 1),
     losses,
     differs: at < 0 ? undefined : at + 1,
   };
