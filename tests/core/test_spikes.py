@@ -34,6 +34,14 @@ def test_noise_is_not_a_spike() -> None:
         assert spikes_of(healthy(1300, seed=seed, scatter=scatter), SpikeRule()) == []
 
 
+def test_a_plateau_is_not_a_spike() -> None:
+    """The lowest of many noisy levels does not make the level of a loss sink that has stopped falling."""
+    for seed in (0, 1):
+        draw = random.Random(seed)
+        plateau: Values = [(step, math.exp(draw.gauss(0, 0.3)), None) for step in range(6000)]
+        assert spikes_of(plateau, SpikeRule()) == []
+
+
 @pytest.mark.parametrize(
     ("change", "quantity", "forms", "within"),
     [

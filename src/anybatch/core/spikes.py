@@ -34,6 +34,11 @@ _NORM_WEIGHT = 0.5
 """Weight of a deviation of a gradient norm, whose distribution has heavier tails than that of the loss."""
 _FLOOR = 0.05
 """Lower bound of the standard deviation of the logarithms; smaller scatter is ignored."""
+_MEDIAN_ERROR = math.sqrt(math.pi / 2)
+"""Standard error of the median of n normally distributed values, times sqrt(n), in standard deviations."""
+_CHANCE_GROWTH, _CHANCE_START = 0.6, 130
+"""The lowest of n noisy levels counts as too low by 0.6 log(n / 130) of their standard errors. That is 4 errors for
+100,000 steps, as expected by chance, and less for runs of hundreds of steps, on which the thresholds were tuned."""
 _MIN_VALUE = 1e-30
 """Lower bound of a loss or gradient norm before the logarithm."""
 
@@ -46,13 +51,15 @@ class SpikeRule:
     """Thresholds for a spike. The defaults were tuned on small runs, see `benchmarks/spike_watch.py`.
 
     The *level* of a gradient norm is the median of the newer half of the window, a number of recent steps. The level of
-    a loss is the lowest such median so far, since a loss should never rise. The *deviation* of a value is the distance
+    a loss is the lowest such median so far, since a loss should never rise; a median below the current one counts only
+    as far as it is not the lowest by chance. The *deviation* of a value is the distance
     of its logarithm above the logarithm of the level, divided by the scatter of the window (a robust standard
     deviation, about the trend).
 
     A *jump* is one value with a deviation above 8. A *rise* is a sum over steps: for a shift k of 1 to 3 deviations,
     each value adds its deviation minus k, a negative sum is set to 0, and a sum above `strictness` / k is a rise. For
-    normally distributed values this happens by chance in about exp(-2 strictness) of the steps.
+    normally distributed values with a known level this happens by chance in about exp(-2 strictness) of the steps; with
+    level and scatter estimated from a window, in about 1 of 40,000 steps.
 
     A loss near zero scatters by more than half of its value, so its logarithm jumps with any hard sample. For such a
     loss, a spike must also exceed 15% of the total decrease since the beginning of the run.
@@ -176,6 +183,7 @@ class _Series:
         self._above_lowest = above_lowest
         self._window: deque[float] = deque(maxlen=rule.window)
         self._lowest = (math.inf, _FLOOR)
+        self._num_levels = 0
         self._first = 0.0
         self._sums = dict.fromkeys(_SHIFTS, 0.0)
         self._lengths = dict.fromkeys(_SHIFTS, 0)
@@ -197,14 +205,25 @@ class _Series:
         # Limit outliers, so that they do not raise the level.
         self._window.append(min(log, level + _MAX_DEVIATIONS * deviation))
         if self._above_lowest:
-            self._lowest = min(self._lowest, (level, deviation))
-            level, deviation = self._lowest[0], max(deviation, self._lowest[1])
+            level, deviation = self._above_chance(level, deviation)
         deviations = (log - level) / deviation
         num_steps = self._add_up(deviations * self._weight)
         if not num_steps or (self._above_lowest and deviation > _NEAR_ZERO and not self._lost_progress(value, level)):
             return None
         form: Form = "jump" if num_steps == 1 else "rise"
         return Spike(step, quantity, form, value, math.exp(level), deviations, num_steps)
+
+    def _above_chance(self, level: float, deviation: float) -> tuple[float, float]:
+        """Return the lowest level so far, corrected for chance, and its scatter.
+
+        Without the correction, the level of a loss that has stopped falling would sink forever.
+        """
+        self._num_levels += 1
+        self._lowest = min(self._lowest, (level, deviation))
+        deviation = max(deviation, self._lowest[1])
+        error = deviation * _MEDIAN_ERROR / math.sqrt(len(self._window) // 2)
+        num_errors = _CHANCE_GROWTH * max(0.0, math.log(self._num_levels / _CHANCE_START))
+        return min(level, self._lowest[0] + num_errors * error), deviation
 
     def _lost_progress(self, value: float, level: float) -> bool:
         lowest = math.exp(level)
