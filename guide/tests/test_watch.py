@@ -314,6 +314,22 @@ def test_any_loop_can_be_recorded(tmp_path: Path) -> None:
     assert len(steps) <= 200
 
 
+def test_what_a_loop_does_not_record_is_missing(tmp_path: Path) -> None:
+    """Facts that `ab.record` was not given are missing, not texts, and settings of `anybatch train` are unknown."""
+    trained = written(tmp_path / "trained", start() + step(0))
+    header(trained, learning_rate=0.2)
+    for name, sizes in (("bare", {}), ("sized", {"effective_batch_size": 16, "micro_batch_size": 4})):
+        with ab.record(tmp_path / name, learning_rate=0.1, **sizes) as run:
+            run.step(2.0)
+    bare: dict[str, Any] = view_of(trained, tmp_path / "bare", at=1)
+    sized: dict[str, Any] = view_of(trained, tmp_path / "sized", at=1)
+
+    assert "not recorded" not in set(texts(bare))
+    assert (bare["facts"]["geometry"], bare["geometry"]) == (None, [])
+    assert sized["facts"]["geometry"] == "16 samples = 1 rank x 4 micro-batches x 4"
+    assert bare["verdict"]["reasons"] == ["learning rate: 0.2 there, 0.1 here"]
+
+
 def test_new_runs_appear(tmp_path: Path) -> None:
     """A run that begins in a watched folder is added after the others."""
     written(tmp_path / "first", start() + step(0))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import anybatch as ab
+from anybatch.errors import BatchSizeError
 from anybatch.events.jsonl import read_jsonl
 
 
@@ -23,6 +24,23 @@ def test_a_loop_is_logged(tmp_path: Path) -> None:
     assert (steps[0]["loss"], steps[0]["learning_rates"], steps[1]["metrics"]) == (2.0, [0.1], {"accuracy": 0.5})
     assert (steps[2]["loss"], steps[2]["gradient_norm"]) == ("NaN", 3.0)
     assert (end["kind"], end["status"], end["num_steps"]) == ("end", "completed", 2)
+
+
+def test_sizes_are_those_of_the_engine(tmp_path: Path) -> None:
+    """A loop that gives its sizes has a geometry, as a run of the engine; without them it has none."""
+    for name, sizes in (("sizes", {"effective_batch_size": 64, "micro_batch_size": 8, "ranks": 2}), ("none", {})):
+        with ab.record(tmp_path / name, **sizes) as run:
+            run.step(1.0)
+    first, other = (next(iter(read_jsonl(tmp_path / name / "events.jsonl"))) for name in ("sizes", "none"))
+
+    assert first["geometry"] == "64 samples = 2 ranks x 4 micro-batches x 8"
+    assert (first["effective_batch_size"], first["micro_batch_size"], first["world_size"]) == (64, 8, 2)
+    assert (other["geometry"], other["effective_batch_size"]) == ("not recorded", None)
+    with (
+        pytest.raises(BatchSizeError, match="effective_batch_size='64'"),
+        ab.record(tmp_path, effective_batch_size="64"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(("error", "status"), [(ValueError("bad"), "failed"), (KeyboardInterrupt(), "stopped")])

@@ -34,8 +34,9 @@ from anybatch.core.records import (
     StartRecord,
     StepRecord,
 )
-from anybatch.errors import UserError
-from anybatch.events.log_lines import SCHEMA_VERSION, JsonLine, decoded_object, read_jsonl
+from anybatch.core.splitting import SplitOptions, plan_batch
+from anybatch.errors import BatchSizeError, UserError
+from anybatch.events.log_lines import NOT_RECORDED, SCHEMA_VERSION, JsonLine, decoded_object, read_jsonl
 from anybatch.events.observer import ClosingObserver
 
 __all__ = ["JsonLine", "JsonlLog", "line_of", "read_jsonl", "record"]
@@ -164,14 +165,15 @@ class RunRecorder:
 def record(path: str | os.PathLike[str], /, *, first_step: int = 0, **settings: object) -> Iterator[RunRecorder]:
     """Log a training loop that does not use the engine, for `anybatch watch`; call it on one rank.
 
-    `path` is the folder of the run, or a file `*.jsonl`. `first_step` is the number of steps before a resume.
+    `path` is the folder of the run, or a file `*.jsonl`. `first_step` is the number of steps before a resume. Of the
+    settings, `effective_batch_size`, `micro_batch_size` and `ranks` have the engine's meaning, and must be numbers.
+
+    Raises:
+        BatchSizeError: one of these is not a whole number of at least 1.
     """
-    unknown = dict.fromkeys(("geometry", "strategy", "precision", "device", "dtype"), "not recorded")
-    sizes = {"rank": 0, "world_size": 1, "num_parameters": 0, "gradient_bytes": 0, "first_step": first_step}
-    none = dict.fromkeys(("effective_batch_size", "micro_batch_size", "seed"))
-    decisions = {name: str(value) for name, value in settings.items()}
+    start = _start_of(first_step, settings)
     with JsonlLog(path if Path(path).suffix == ".jsonl" else Path(path) / "events.jsonl") as log:
-        log.observe(StartRecord(**sizes, **unknown, **none, versions={}, decisions=decisions))  # type: ignore[arg-type]
+        log.observe(start)
         run, message, status = RunRecorder(log, first_step), None, "completed"
         try:
             yield run
@@ -182,6 +184,30 @@ def record(path: str | os.PathLike[str], /, *, first_step: int = 0, **settings: 
         finally:
             end = {"status": status, "num_steps": run.num_steps, "message": message, "digest": None}
             log.observe(EndRecord(rank=0, **end))  # type: ignore[arg-type]
+
+
+def _start_of(first_step: int, settings: Mapping[str, object]) -> StartRecord:
+    effective, micro, ranks = (
+        checked_int(name, settings[name], error=BatchSizeError) if name in settings else None
+        for name in ("effective_batch_size", "micro_batch_size", "ranks")
+    )
+    geometry = NOT_RECORDED
+    if effective is not None and micro is not None:
+        geometry = str(plan_batch(effective, ranks or 1, SplitOptions(micro_batch_size=micro)))
+    return StartRecord(
+        rank=0,
+        world_size=ranks or 1,
+        first_step=first_step,
+        geometry=geometry,
+        effective_batch_size=effective,
+        micro_batch_size=micro,
+        **dict.fromkeys(("strategy", "precision", "device", "dtype"), NOT_RECORDED),
+        seed=None,
+        num_parameters=0,
+        gradient_bytes=0,
+        versions={},
+        decisions={name: str(value) for name, value in settings.items()},
+    )
 
 
 def line_of(record: Record, *, sequence: int, time_seconds: float) -> JsonLine:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from anybatch.events.log_lines import decoded_line
+from anybatch.events.log_lines import NOT_RECORDED, decoded_line
 from anybatch_guide.watch.curve import CLIPPED, SKIPPED, UNREAD, Curve, Step
 from anybatch_guide.watch.fields import Line, first_number, integer, integers, number, numbers, text, texts, time_of
 from anybatch_guide.watch.log_tail import LogTail
@@ -136,7 +136,7 @@ class RankLog:
         content.num_starts += 1
         content.end = None
         content.facts = {
-            **{name: text(line, name, 200) for name in _FACTS},
+            **{name: None if line.get(name) == NOT_RECORDED else text(line, name, 200) for name in _FACTS},
             **{name: integer(line, name) for name in _SIZES},
             "num_parameters": integer(line, "num_parameters") or None,  # `ab.record` does not know the number
             "versions": texts(line, "versions"),
@@ -145,8 +145,9 @@ class RankLog:
         content.evaluations = deque(
             (evaluation for evaluation in content.evaluations if evaluation["step"] <= first), maxlen=MAX_ENTRIES
         )
-        why = "start of the run" if first == 0 else "resumed from a checkpoint"
-        content.geometry.append({"step": first, "text": content.facts["geometry"] or "unknown", "why": why})
+        if line.get("geometry") != NOT_RECORDED:
+            why = "start of the run" if first == 0 else "resumed from a checkpoint"
+            content.geometry.append({"step": first, "text": content.facts["geometry"] or "unknown", "why": why})
         self._spans = []
 
     def _step(self, line: Line, now: float) -> None:

@@ -33,8 +33,13 @@ class Verdict:
 
 
 def different_settings(settings: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the settings that differ and may change losses, as texts."""
+    """Return the settings that differ and may change losses, as texts.
+
+    A missing setting has its default if both runs are of `anybatch train`. In other runs its value is unknown.
+    """
     names = [name for name in {**settings, **other} if name not in _HARMLESS]
+    if "recipe" not in settings or "recipe" not in other:
+        names = [name for name in names if name in settings and name in other]
     return tuple(
         f"{name.replace('_', ' ')}: {settings.get(name, 'default')} there, {other.get(name, 'default')} here"
         for name in names
