@@ -17,6 +17,11 @@ from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, 
 from guide.tests.page import WEB
 
 AXE = WEB / "node_modules" / "axe-core" / "axe.min.js"
+AXE_RUN = """async ([rules, within]) => {
+    const which = rules ? {runOnly: {type: 'rule', values: rules}} : {};
+    return (await axe.run(within ?? document, {resultTypes: ['violations'], ...which})).violations
+        .map(found => found.id + ': ' + found.nodes.slice(0, 3).map(node => node.target.join(' ')).join(' | '))
+}"""
 ALIVE = "select:enabled"  # enabled once the page is hydrated
 DESKTOP: dict[str, Any] = {"viewport": {"width": 1280, "height": 800}}
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True}

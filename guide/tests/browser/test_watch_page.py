@@ -1,15 +1,17 @@
 """The page of `anybatch watch` in a browser: it follows growing logs, and never interprets them as markup."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 from playwright.sync_api import Browser, expect
 
 from anybatch.cli.status import Status
 from anybatch_guide.watch import command
-from guide.tests.browser.chromium import CLIPPED, DESKTOP, PHONE, Watched, opened
+from guide.tests.browser.chromium import AXE, AXE_RUN, CLIPPED, DESKTOP, PHONE, Watched, absent, opened
 from guide.tests.hostile_logs import hostile_logs, line, span, start, step
 from guide.tests.served import Served
 
@@ -131,8 +133,8 @@ def test_hostile_logs_stay_text(page: Watched) -> None:
 
 
 @pytest.fixture
-def different_runs(tmp_path: Path) -> Path:
-    """Write the page of three runs: a calm one, one with another batch, and one that diverges."""
+def run_folders(tmp_path: Path) -> list[str]:
+    """Write three runs: a calm one, one with another batch, and one that diverges; return the arguments of watch."""
     folder = tmp_path / "runs"
     losses = {
         "calm": [2.0 / n for n in range(1, 41)],
@@ -146,8 +148,14 @@ def different_runs(tmp_path: Path) -> Path:
         (run / "events.jsonl").write_bytes(
             first + b"".join(step(n, loss, 2.0 + n) for n, loss in enumerate(values)) + line("end", status="completed")
         )
+    return [str(folder / "calm"), str(folder)]
+
+
+@pytest.fixture
+def different_runs(run_folders: list[str], tmp_path: Path) -> Path:
+    """Write the page of these runs."""
     file = tmp_path / "page.html"
-    assert command.run([str(folder / "calm"), str(folder), "--export", str(file)]) == Status.DONE
+    assert command.run([*run_folders, "--export", str(file)]) == Status.DONE
     return file
 
 
@@ -189,4 +197,51 @@ def test_a_run_has_an_address(browser: Browser, different_runs: Path) -> None:
         assert chart.locator(".pale").count() == 1
         page.get_by_role("link", name="All runs").click()
         expect(page.get_by_role("heading", level=1)).to_have_text("3 runs")
+        assert watched.faults == []
+
+
+def test_the_chart_is_zoomed_by_keys(browser: Browser, different_runs: Path) -> None:
+    """The keys + and - zoom about the cursor, 0 shows all, and a live region names the range."""
+    with opened(browser, f"{different_runs.as_uri()}#/run/small", **DESKTOP) as watched:
+        page = watched.page
+        chart = page.get_by_role("slider", name="loss of the runs")
+        shown = page.get_by_role("status", name="Range of the chart")
+        expect(shown).to_contain_text("the whole run")
+        chart.focus()
+        for key in ("Home", "PageUp", "PageUp", "+"):
+            chart.press(key)
+        expect(chart).to_have_attribute("aria-valuetext", re.compile("^step 9:"))
+        expect(shown).to_have_text("steps 5 to 25")
+        chart.press("+")
+        expect(shown).to_have_text("steps 7 to 17")
+        chart.press("-")
+        expect(shown).to_have_text("steps 5 to 25")
+        chart.press("0")
+        expect(shown).to_contain_text("the whole run")
+        expect(chart).to_have_attribute("aria-valuetext", re.compile("^step 9:"))
+        assert watched.faults == []
+
+
+@pytest.mark.parametrize("device", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_it_is_accessible(browser: Browser, run_folders: list[str], tmp_path: Path, device: dict[str, Any]) -> None:
+    """Axe finds no violations on the overview, and on the page of a run with the form for notes, in light and dark."""
+    if not AXE.exists():
+        absent(f"ACCESSIBILITY IS NOT TESTED: {AXE} is missing; `make browser` installs it if npm is available")
+    with (
+        Served(tmp_path, command=(*WATCH, *run_folders)) as server,
+        opened(browser, server.address, **device, reduced_motion="reduce") as watched,
+    ):
+        page = watched.page
+        expect(page.locator("main tbody .chip")).to_have_count(3)
+        page.evaluate(AXE.read_text(encoding="utf-8"))
+        schemes: tuple[Literal["light", "dark"], ...] = ("light", "dark")
+        for scheme in schemes:
+            page.emulate_media(color_scheme=scheme)
+            for name in ("calm", "lost"):
+                assert page.evaluate(AXE_RUN, [None, None]) == []
+                page.get_by_role("link", name=name).click()
+                page.get_by_label("note").fill("a note")
+                assert page.evaluate(AXE_RUN, [None, None]) == []
+                assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+                page.go_back()
         assert watched.faults == []

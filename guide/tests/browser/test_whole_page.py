@@ -13,6 +13,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from guide.tests.browser.chromium import (
     AXE,
+    AXE_RUN,
     CLIPPED,
     DESKTOP,
     ORPHANS,
@@ -57,11 +58,6 @@ NAMES = f"""main => [...main.querySelectorAll('{CONTROLS}')].filter(element => {
     const labels = [...(element.labels ?? [])].map(label => label.textContent).join(' ');
     return !(element.getAttribute('aria-label') ?? (labels || element.textContent)).trim();
 }}).map(element => element.outerHTML)"""
-AXE_RUN = """async ([rules, within]) => {
-    const which = rules ? {runOnly: {type: 'rule', values: rules}} : {};
-    return (await axe.run(within ?? document, {resultTypes: ['violations'], ...which})).violations
-        .map(found => found.id + ': ' + found.nodes.slice(0, 3).map(node => node.target.join(' ')).join(' | '))
-}"""
 PLANT = """() => {
     const place = Object.assign(document.createElement('div'), {id: 'planted'});
     const pale = Object.assign(document.createElement('p'), {textContent: 'planted and seen'});

@@ -1,7 +1,7 @@
 /** Runs next to each other on the `anybatch watch` page. */
 import { describe, expect, it } from "vitest";
 
-import { chosenRuns, csvOf, differing, latestOf, limitsOf, metricOf, metricsOf, smoothed } from "../src/watch/across";
+import { chosenRuns, csvOf, differing, differs, latestOf, limitsOf, metricOf, metricsOf, smoothed } from "../src/watch/across";
 import type { Run } from "../src/watch/types";
 
 const points = (value: (number | null)[]) => ({ step: value.map((_, at) => at + 1), samples: value.map((_, at) => 8 * at + 8), seconds: value.map((_, at) => at / 2), value });
@@ -39,6 +39,12 @@ describe("the table", () => {
 
   it("has a column for each setting that differs", () => {
     expect(differing([runs[0]!, runs[1]!, runs[3]!])).toEqual(["rate"]);
+  });
+
+  it("treats a missing setting as a default in runs of anybatch train, and as unknown in other loops", () => {
+    const [trained, averaged, loop] = [run("d", { recipe: "digits", seed: "0" }), run("e", { recipe: "digits", seed: "0", decay: "0.9" }), run("f", { seed: "1", width: "8" })];
+    expect(differing([trained, averaged, loop])).toEqual(["seed", "decay"]);
+    expect(["seed", "decay", "recipe", "width"].filter((name) => differs(loop, averaged, name))).toEqual(["seed"]);
   });
 
   it("is filtered by words, and sorted with missing values last", () => {

@@ -1,7 +1,7 @@
 /** The arithmetic and the sentences of the `anybatch watch` page. */
 import { describe, expect, it } from "vitest";
 
-import { closestTo } from "../src/math/curves";
+import { closestTo, path, zoomed } from "../src/math/curves";
 import { ticks } from "../src/math/scales";
 import type { Run, Verdict } from "../src/watch/types";
 import { along, formatSeconds, reasonOf, stateOf, formatValue, verdictOf } from "../src/watch/words";
@@ -18,6 +18,19 @@ describe("curves", () => {
     expect([0, 4, 6, 10, 14].map((place) => closestTo(curve, place))).toEqual([1, 1, 2, 2, 2]);
     expect([-1, 19, 21].map((place) => closestTo(curve, place))).toEqual([undefined, undefined, undefined]);
     expect(closestTo({ x: [], y: [] }, 0)).toBeUndefined();
+  });
+
+  it("are zoomed about a place, within their range", () => {
+    expect(zoomed([0, 100], [0, 100], 30, 0.5)).toEqual([15, 65]);
+    expect(zoomed([15, 65], [0, 100], 65, 0.5)).toEqual([40, 65]);
+    expect(zoomed([60, 80], [0, 100], 60, 2)).toEqual([60, 100]);
+    expect(zoomed([60, 90], [0, 100], 70, 2)).toEqual([40, 100]);
+    expect(zoomed([40, 100], [0, 100], 70, 2)).toBeNull();
+  });
+
+  it("stay near their chart, however large a value is", () => {
+    const one = Object.assign((value: number) => value, { log: false }) as Parameters<typeof path>[1];
+    expect(path({ x: [0, 1, 2], y: [5, 1e12, -1e12] }, one, one)).toBe("M0 5L1 10000L2 -10000");
   });
 
   it("have gaps at missing values", () => {

@@ -6,6 +6,9 @@ export interface Curve {
   y: readonly number[];
 }
 
+/** Values beyond a chart are drawn at most this far away: accessibility checkers lay a grid over the whole drawing. */
+const FARTHEST = 1e4;
+
 /** An SVG path through the points; where a number is missing or cannot be drawn, the line breaks. */
 export function path(curve: Curve, across: Scale, down: Scale): string {
   let broken = true;
@@ -13,7 +16,7 @@ export function path(curve: Curve, across: Scale, down: Scale): string {
   curve.x.forEach((place, at) => {
     const value = curve.y[at];
     const drawable = value !== undefined && Number.isFinite(value) && !(down.log && value <= 0) && !(across.log && place <= 0);
-    if (drawable) parts.push(`${broken ? "M" : "L"}${tenth(across(place))} ${tenth(down(value))}`);
+    if (drawable) parts.push(`${broken ? "M" : "L"}${tenth(across(place))} ${tenth(Math.max(-FARTHEST, Math.min(FARTHEST, down(value))))}`);
     broken = !drawable;
   });
   return parts.join("");
@@ -42,6 +45,14 @@ export function closestTo(curve: Curve, place: number): number | undefined {
   const outside = place > (curve.x.at(-1) ?? -Infinity) || place < (curve.x[0] ?? Infinity);
   const value = outside ? undefined : curve.y[from > 0 && apart(from - 1) <= apart(from) ? from - 1 : from];
   return value !== undefined && Number.isFinite(value) ? value : undefined;
+}
+
+/** The range `factor` times as wide, in which a place stays where it is; null if it is not smaller than the full one. */
+export function zoomed([from, to]: readonly [number, number], [first, last]: readonly [number, number], place: number, factor: number): [number, number] | null {
+  const width = (to - from) * factor;
+  if (width >= last - first) return null;
+  const begin = Math.min(last - width, Math.max(first, place - (place - from) * factor));
+  return [begin, begin + width];
 }
 
 /** Add some margin above and below, and include zero if it is near. */

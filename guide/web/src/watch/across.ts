@@ -63,10 +63,17 @@ export function limitsOf(values: readonly number[]): [number, number] | null {
   return room === 0 ? [least, most] : [Math.max(least, low - room), Math.min(most, high + room)];
 }
 
-/** Names of the settings in which the runs differ. */
+/** Whether a setting of two runs differs. A missing one has its default if both are runs of `anybatch train`, else it is unknown. */
+export function differs(run: Run, other: Run, name: string): boolean {
+  const [one, two] = [run.settings[name], other.settings[name]];
+  const isKnown = (one !== undefined && two !== undefined) || ("recipe" in run.settings && "recipe" in other.settings);
+  return isKnown && one !== two;
+}
+
+/** Names of the settings in which some runs differ. */
 export function differing(runs: readonly Run[]): string[] {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))];
-  return names.filter((name) => new Set(runs.map((run) => run.settings[name])).size > 1);
+  return names.filter((name) => runs.some((run, at) => runs.slice(at + 1).some((other) => differs(run, other, name))));
 }
 
 /** Indices of the runs whose name, notes or settings contain each word, sorted by a column; runs without a value come last. */
