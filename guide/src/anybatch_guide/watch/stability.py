@@ -14,7 +14,7 @@ MAX_SPIKES: Final = 50
 _NUM_FIRST: Final = 3
 _NUM_LAST: Final = 8
 _DIVERGED_FACTOR: Final = 1.5
-_NO_PROGRESS: Final = 0.9
+_NO_PROGRESS: Final = 0.75
 _PEAK_FACTOR: Final = 3.0
 _NUM_PEAKS: Final = 3
 
@@ -64,7 +64,7 @@ class Stability:
 def has_diverged(curve: Curve) -> bool:
     """Return whether the latest loss is not finite, or the last losses are far above the first.
 
-    "Far above": the median of the last 8 is 1.5 times one of the first 3, or is at least 0.9 times it after
+    "Far above": the median of the last 8 is 1.5 times one of the first 3, or is at least 0.75 times it after
     3 losses above 3 times.
     """
     losses = [
