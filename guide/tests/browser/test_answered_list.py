@@ -1,94 +1,286 @@
-"""Every element of the list in `docs/guide.md` is in its part of the page and works."""
+"""Every element of the list in `docs/guide.md` does what the list says."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
-from playwright.sync_api import Browser, FloatRect, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page
 
 from guide.tests.browser.chromium import DESKTOP, bring_to_life, come_to, opened
+from guide.tests.browser.element_checks import (
+    adds_up,
+    begins_ready,
+    builds_up_gradients,
+    compares_memory,
+    counts_micro_batches,
+    derives,
+    draws_each_line,
+    ends_with_out_of_memory,
+    grows_with_each_sample,
+    has_both_sliders,
+    is_equivalent,
+    is_ready,
+    is_titled,
+    keeps_a_fixed_part,
+    leads_on,
+    lights_up,
+    moves_the_effective_batch,
+    multiplies,
+    names_the_field,
+    opens_at_16_times_4,
+    plays_on_sight,
+    plays_the_loop,
+    promises,
+    runs_in_real_time,
+    shows_the_effect_of_steps,
+    steps_once,
+    trades,
+    updates_once,
+    verdict,
+    works_through_a_split,
+)
 from tests.architecture.source_tree import ROOT
 
-PLAYED = """async loop => {
-    const does = loop.querySelector('.does'), seen = [phase()];
-    function phase() {
-        const lit = loop.querySelector('.phases [aria-current=step]');
-        return lit ? lit.textContent : does.textContent.startsWith('P.grad is cleared') ? 'clear' : does.textContent;
-    }
-    await new Promise(done => {
-        const watch = new MutationObserver(() => {
-            seen.push(phase());
-            if (seen.length === 8) { watch.disconnect(); done(); }
-        });
-        watch.observe(does.closest('.walk').querySelector('.code'), {subtree: true, attributes: true});
-        watch.observe(does, {subtree: true, characterData: true});
-        loop.querySelector('.play').click();
-    });
-    loop.querySelector('.play').click();
-    return seen;
-}"""
-"""Plays the loop, and returns its first phases."""
 
+class Element(NamedTuple):
+    """An element: its name, its part of the page, what it does (as in `docs/guide.md`), and the check of that."""
 
-class Row(NamedTuple):
-    """An element in the table in `docs/guide.md`: its name, its part of the page, its selector and expected text."""
-
-    element: str
+    name: str
     place: str
-    there: str
-    text: str = ""
+    does: str
+    check: Callable[[Locator], None]
 
 
-def card(title: str) -> str:
-    """Return the selector of a claim's card."""
-    return f'article[aria-label="{title}"] .head'
-
-
-def slider(name: str) -> str:
-    """Return the selector of a slider."""
-    return f'role=slider[name="{name}"]'
-
-
-def readout(name: str) -> str:
-    """Return the selector of a read-out of the playground."""
-    return f'dl div:has(dt:text-is("{name}")) dd >> nth=0'
-
-
-ROWS = (
-    Row("title", "top", "h1", "Gradient accumulation"),
-    Row("promise in one line", "top", ".lead", "Train with a large batch in the memory of a small one"),
-    Row("start button", "top", "role=link[name=/^Start/]", "Start"),
-    Row("memory: slider of the batch size", "gpu-memory", slider("Batch size")),
-    Row("memory: slider of the GPU's memory", "gpu-memory", slider("Memory of the GPU")),
-    Row("memory: whether it fits", "gpu-memory", ".verdict", "Does not fit"),
-    Row("split", "split", "figure svg path.of-1 >> nth=0"),
-    Row("accumulate", "split", "figure svg text:text-is('sum in p.grad') >> nth=0", "sum in p.grad"),
-    Row("update", "loop", ".strips p:has-text('the weights')", "the weights"),
-    Row("full loop, animated", "loop", "role=button[name='Play']", "Play"),
-    Row("full loop: counters", "loop", ".counts", "of 4 added"),
-    Row("full loop: phases", "loop", ".phases", "forward"),
-    Row("mathematics 1: the loss is a mean", "mathematics", ".steps > li:nth-child(1) math", "L"),
-    Row("mathematics 2: gradient of a sum", "mathematics", ".steps > li:nth-child(2) math", "∑"),
-    Row("mathematics 3: a sum in groups", "mathematics", ".steps > li:nth-child(3) math >> nth=0", "K"),
-    Row("mathematics 4: one update", "mathematics", ".steps > li:nth-child(4) math >> nth=0", "θ"),
-    Row("code", "split", "figure.code, pre >> nth=0", "backward()"),
-    Row("code: lights up with the picture", "loop", ".code [aria-current=step]"),
-    Row("memory, unsplit against accumulated", "memory", slider("Micro-batch")),
-    Row("advantage 1: less memory", "claims", card("Less memory"), "true"),
-    Row("advantage 2: the same gradient", "claims", card("The same gradient"), "true only if"),
-    Row("advantage 3: less noise", "claims", card("Less noise"), "true only if"),
-    Row("advantage 4: any hardware", "claims", card("Any hardware"), "true"),
-    Row("limitation 1: time", "claims", card("N times longer"), "true only if"),
-    Row("limitation 2: BatchNorm", "claims", card("BatchNorm"), "true"),
-    Row("limitation 3: stale gradients", "claims", card("Stale gradients"), "false"),
-    Row("limitation 4: memory of gradients", "claims", card("Memory is not free"), "true"),
-    Row("playground: micro-batch size, 16", "playground", "role=spinbutton[name='Micro-batch, samples']", "16"),
-    Row("playground: accumulation steps, 4", "playground", "role=spinbutton[name='Accumulation steps']", "4"),
-    Row("playground: effective batch, 64", "playground", ".batch strong", "64"),
-    Row("playground: loss, 2.30", "playground", readout("current loss"), "2.30"),
-    Row("playground: optimizer steps, 0", "playground", readout("optimizer steps"), "0"),
-    Row("playground: predicted memory", "playground", readout("peak memory"), "1.4\u00a0MiB"),
+ELEMENTS = (
+    Element(
+        "context line", "top", "Names the field above the title: GPU workshop, memory optimization.", names_the_field
+    ),
+    Element("title", "top", "Says what the page is about.", is_titled),
+    Element(
+        "promise",
+        "top",
+        "Promises large effective batches in little GPU memory, and says how.",
+        promises,
+    ),
+    Element(
+        "visual and interactive, on sight",
+        "top",
+        "Says that the guide is interactive; its first figure plays without a click.",
+        plays_on_sight,
+    ),
+    Element("call to begin", "top", "Is visible in the first window and leads to the first chapter.", leads_on),
+    Element(
+        "GPU memory is finite",
+        "top",
+        "A batch of 64 exceeds the memory limit in the forward pass, and the step is refused: out of memory.",
+        ends_with_out_of_memory,
+    ),
+    Element(
+        "sliders: batch 16, memory 16 GiB",
+        "gpu-memory",
+        "Each slider opens at 16 and changes whether the step fits.",
+        has_both_sliders,
+    ),
+    Element(
+        "fixed part",
+        "gpu-memory",
+        "Weights, gradients and optimizer state take the same memory for every batch size.",
+        keeps_a_fixed_part,
+    ),
+    Element(
+        "linear growth, then out of memory",
+        "gpu-memory",
+        "Activations grow linearly with the batch, drawn to scale, until the step does not fit.",
+        grows_with_each_sample,
+    ),
+    Element(
+        "split, animated",
+        "split",
+        "One batch moves apart into its micro-batches, and the one that runs is outlined.",
+        works_through_a_split,
+    ),
+    Element(
+        "process each, accumulate",
+        "split",
+        "Each micro-batch adds its term to the equation and its bars to the sum, which fills the full gradient.",
+        adds_up,
+    ),
+    Element(
+        "update once, in the core idea",
+        "split",
+        "After the last micro-batch the weights move once; a wrong divisor misses the gradient.",
+        updates_once,
+    ),
+    Element(
+        "phase readout, ready",
+        "split",
+        "Shows ready, forward, backward or update; it opens ready, with nothing added.",
+        is_ready,
+    ),
+    Element(
+        "full loop, animated",
+        "loop",
+        "Plays two steps of four micro-batches at the chosen speed, without frames in which nothing is computed.",
+        plays_the_loop,
+    ),
+    Element(
+        "micro-batch counter, 0 of 4",
+        "loop",
+        "Starts at 0 of 4, and shows which micro-batch runs, how many are added, and the updates.",
+        counts_micro_batches,
+    ),
+    Element(
+        "gradients build up",
+        "loop",
+        "Each accumulation adds the micro-batch's gradient to the sum, until it fills the outline.",
+        builds_up_gradients,
+    ),
+    Element(
+        "single optimizer step",
+        "loop",
+        "The weights move once, after the fourth micro-batch; hollow bars show where they were.",
+        steps_once,
+    ),
+    Element(
+        "mathematics 1: full batch",
+        "mathematics",
+        "Defines the gradient of the full batch as a mean over samples.",
+        derives(1, head="The gradient of the full batch is a mean", symbols="g\u2207L\u2211", says="alone"),
+    ),
+    Element(
+        "mathematics 2: plain sum",
+        "mathematics",
+        "Adds up the micro-batches' gradients without a factor: four times too long.",
+        derives(2, head="Add up the micro-batches: too large", symbols="\u2211gk", says="4.0\u00a0times too long"),
+    ),
+    Element(
+        "mathematics 3: divide",
+        "mathematics",
+        "Divides by the number of micro-batches: exactly the full gradient; shows the error of a wrong divisor.",
+        derives(3, head="Divide by their number: exact", symbols="1K\u2211", says="the gradient is off by 11%"),
+    ),
+    Element(
+        "mathematics 4: update",
+        "mathematics",
+        "Moves the weights against the sum, by the learning rate.",
+        derives(4, head="The weights move once", symbols="\u03b8\u2190\u03b7g", says="by the learning rate"),
+    ),
+    Element(
+        "effective = micro-batch x steps",
+        "mathematics",
+        "States the product next to the division: N = n x K, 64 = 16 x 4.",
+        multiplies,
+    ),
+    Element(
+        "equivalence, stated",
+        "mathematics",
+        "States that the step is exactly the step of the full batch, with the measured error.",
+        is_equivalent,
+    ),
+    Element(
+        "code, line by line, with a picture",
+        "loop",
+        "Marks the line that runs next to the picture, for every line of the loop.",
+        lights_up,
+    ),
+    Element(
+        "each line has its visual action",
+        "loop",
+        "Each line has a caption of its own; forward and backward flow through the drawn network.",
+        draws_each_line,
+    ),
+    Element(
+        "ready, in the code", "loop", "Before the first line nothing has run, and the readout says so.", begins_ready
+    ),
+    Element(
+        "memory comparison",
+        "memory",
+        "Compares one pass with a split of the same effective batch, by category, as bars.",
+        compares_memory,
+    ),
+    Element(
+        "slider of the effective batch, 64",
+        "memory",
+        "Opens at 64; a larger one makes one pass larger, and hardly changes the split.",
+        moves_the_effective_batch,
+    ),
+    Element(
+        "trade work for memory",
+        "memory",
+        "One point per split on a curve of memory and counted operations; the reader drags along it.",
+        trades,
+    ),
+    Element(
+        "advantage: larger batches, contrastive learning",
+        "claims",
+        "A card with matches found by plain accumulation and by two passes over the batch.",
+        verdict(
+            "Contrastive learning", words="true only if", number=r"11\.8% .* 14\.6%", says="contrastive learning needs"
+        ),
+    ),
+    Element(
+        "advantage: convergence",
+        "claims",
+        "A card with the held-out loss of a larger batch, after the same number of steps and of samples.",
+        verdict("Less noise", words="true only if", number=r"0\.127 instead of 0\.144", says="converges better"),
+    ),
+    Element(
+        "advantage: works everywhere",
+        "claims",
+        "A card with the measured error on this CPU, limited to what was measured.",
+        verdict("Any hardware", words="true only if", number=r"On the CPU that was tested", says="any hardware"),
+    ),
+    Element(
+        "advantage: easy",
+        "claims",
+        "A card that counts changed lines and the mistakes a checker finds in them.",
+        verdict("Three lines", words="true only if", number=r"3.lines change", says="three extra lines"),
+    ),
+    Element(
+        "limitation: slower",
+        "claims",
+        "A card with the measured time of a step, relative to one pass and to one micro-batch.",
+        verdict("N times longer", words="true only if", number=r"3\.0.times as long", says="N times as long"),
+    ),
+    Element(
+        "limitation: BatchNorm",
+        "claims",
+        "A card with the error of the gradient with BatchNorm, and with GroupNorm.",
+        verdict("BatchNorm", words="true", number=r"29% with BatchNorm", says="statistics of each micro-batch"),
+    ),
+    Element(
+        "limitation: stale gradients",
+        "claims",
+        "A card that refutes it: the weights do not move within a window.",
+        verdict("Stale gradients", words="false", number=r"change of a parameter is 0", says="are stale"),
+    ),
+    Element(
+        "limitation: memory is not free",
+        "claims",
+        "A card with the copy of the gradients that stays in memory.",
+        verdict(
+            "Memory is not free", words="true", number=r"one copy of the gradients \(259.KiB\)", says="keeps gradients"
+        ),
+    ),
+    Element(
+        "playground: opening",
+        "playground",
+        "Opens with micro-batch 16, 4 steps, effective batch 64, a predicted peak, 0 updates and a loss of 2.30.",
+        opens_at_16_times_4,
+    ),
+    Element(
+        "playground: watch it run in real time",
+        "playground",
+        "While it plays, steps are counted and the curve grows, until the loss is below 1.",
+        runs_in_real_time,
+    ),
+    Element(
+        "playground: effect of the steps",
+        "playground",
+        "More accumulation steps change effective batch, memory and loss; a pinned run stays for comparison.",
+        shows_the_effect_of_steps,
+    ),
 )
 
 
@@ -102,96 +294,16 @@ def page(browser: Browser, address: str) -> Iterator[Page]:
         assert watched.faults == []
 
 
-def test_every_element_is_on_the_page(page: Page) -> None:
-    """Each element is visible in its part of the page, with its text."""
-    for row in ROWS:
-        place = come_to(page, row.place) if row.place != "top" else page.locator("#top")
-        found = place.locator(row.there).locator("visible=true").first
-        found.scroll_into_view_if_needed()
-        expect(found).to_be_in_viewport()
-        shown = found.evaluate("one => one.matches('input') ? one.value : one.textContent")
-        assert row.text in str(shown), row.element
+@pytest.mark.parametrize("element", ELEMENTS, ids=lambda element: element.name)
+def test_an_element_does_what_the_list_says(page: Page, element: Element) -> None:
+    """The element is on the page, and does what its description says."""
+    element.check(page.locator("#top") if element.place == "top" else come_to(page, element.place))
 
 
-def test_the_table_is_the_list() -> None:
-    """The table in `docs/guide.md` has these elements in this order, each as present, with the link to its part."""
+def test_the_list_is_in_the_documentation() -> None:
+    """The table in `docs/guide.md` has these elements in this order, with what each does and the link to its part."""
     table = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (.+?) \| yes \| `#([\w-]+)` \|$", table, re.MULTILINE)
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| `#([\w-]+)` \|$", table, re.MULTILINE)
 
-    assert rows == [(row.element, row.place) for row in ROWS]
-
-
-def phase_of(place: Locator) -> str:
-    """Return the phase that the readout of a figure shows."""
-    return place.locator(".phases [aria-current=step]").inner_text()
-
-
-def works_through_a_split(split: Locator) -> None:
-    """Opens ready with one whole batch and no sum; then each micro-batch is added, and one update moves the weights."""
-    count, blocks, sums = split.locator(".count"), split.locator("svg:visible .block"), split.locator(".sum .on")
-    following = split.get_by_role("button", name="Next")
-    expect(count).to_have_text("micro-batch \u2013 of 4 \u00b7 0 of 4 added \u00b7 0 updates")
-    assert phase_of(split) == "ready"
-    whole = box_of(blocks.nth(3))["x"]
-    expect(sums).to_have_count(0)
-    for number in range(1, 5):
-        following.click()
-        assert phase_of(split) == "forward"
-        expect(count).to_contain_text(f"micro-batch {number} of 4 \u00b7 {number - 1} of 4 added")
-        expect(split.locator("svg:visible .runs text")).to_have_text(str(number))
-        following.click()
-        assert phase_of(split) == "backward"
-        expect(count).to_contain_text(f"micro-batch {number} of 4 \u00b7 {number} of 4 added")
-        expect(sums).to_have_count(number)
-    weights = split.locator("svg:visible .weights .gradient")
-    before = weights.get_attribute("d")
-    following.click()
-    assert phase_of(split) == "update"
-    expect(count).to_contain_text("4 of 4 added \u00b7 1 update")
-    assert weights.get_attribute("d") != before
-    expect(following).to_be_disabled()
-    assert box_of(blocks.nth(3))["x"] > whole + 20  # the micro-batches moved apart
-    split.get_by_role("radio", name="its own samples").check(force=True)
-    expect(split.locator("figcaption").first).to_contain_text("The relative error of the sum is 28%")
-    assert split.locator("svg:visible .beyond >> nth=0").get_attribute("d")  # bars that leave the picture are marked
-
-
-def box_of(element: Locator) -> FloatRect:
-    """Return the place of an element."""
-    box = element.bounding_box()
-    assert box is not None
-    return box
-
-
-def works_through_the_loop(loop: Locator) -> None:
-    """Opens ready; every line shows its phase and micro-batch; playing skips lines that compute nothing."""
-    counts, following = loop.locator(".counts"), loop.get_by_role("button", name="Next")
-    line = loop.locator(".code [aria-current=step]")
-    expect(counts).to_have_text("micro-batch \u2013 of 4 0 of 4 added 0 updates", use_inner_text=True)
-    assert phase_of(loop) == "ready"
-    seen: list[tuple[str | None, str]] = []
-    while "4 of 4 added" not in counts.inner_text():
-        following.click()
-        lit = loop.locator(".phases [aria-current=step]")
-        seen.append((line.get_attribute("data-line"), lit.inner_text() if lit.count() else ""))
-    window = [("19", "forward"), ("20", "forward"), ("21", "forward"), ("22", "backward"), ("22", "accumulate")]
-    assert [one for one in seen if one[1]] == window * 4
-    assert {one for one in seen if not one[1]} == {("17", ""), ("18", ""), ("24", "")}
-    loop.get_by_role("slider", name="Moment of the run").fill("0")
-    loop.get_by_label("Speed").select_option("4\u00d7")
-    played = loop.evaluate(PLAYED)
-    assert played == ["ready", "clear", *["forward"] * 3, "backward", "accumulate", "forward"]
-
-
-def test_the_elements_work(page: Page) -> None:
-    """Sliders change the verdict and bars, a button changes the sum, and the loop advances its counters and line."""
-    memory = come_to(page, "gpu-memory")
-    memory.locator(slider("Batch size")).press("Home")
-    expect(memory.locator(".verdict")).to_have_text("Fits")
-    works_through_a_split(come_to(page, "split"))
-    works_through_the_loop(come_to(page, "loop"))
-    bars = come_to(page, "memory").locator("figure").first
-    drawing = bars.locator("svg[role=img]").locator("visible=true")
-    before = drawing.get_attribute("aria-label")
-    bars.locator(slider("Micro-batch")).press("End")
-    assert drawing.get_attribute("aria-label") != before
+    assert rows == [(element.name, element.does, element.place) for element in ELEMENTS]
+    assert len(rows) == 40

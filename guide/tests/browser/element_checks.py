@@ -1,0 +1,471 @@
+"""Checks of the elements of the list in `docs/guide.md`: what each of them does."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+from playwright.sync_api import FloatRect, Locator, expect
+
+from guide.tests.browser.chromium import DESKTOP, opened
+
+READY = "micro-batch \u2013 of 4"
+PLAYED = """async loop => {
+    const does = loop.querySelector('.does'), seen = [phase()];
+    function phase() {
+        const lit = loop.querySelector('.phases [aria-current=step]');
+        return lit ? lit.textContent : does.textContent.startsWith('P.grad is cleared') ? 'clear' : does.textContent;
+    }
+    await new Promise(done => {
+        const watch = new MutationObserver(() => {
+            seen.push(phase());
+            if (seen.length === 8) { watch.disconnect(); done(); }
+        });
+        watch.observe(does.closest('.walk').querySelector('.code'), {subtree: true, attributes: true});
+        watch.observe(does, {subtree: true, characterData: true});
+        loop.querySelector('.play').click();
+    });
+    loop.querySelector('.play').click();
+    return seen;
+}"""
+"""Plays the loop, and returns its first phases."""
+BARS = "path => (path.getAttribute('d').match(/v-?[\\d.]+/g) ?? []).map(bar => Number(bar.slice(1)))"
+"""Heights of the bars of a strip."""
+
+
+def slider(place: Locator, name: str) -> Locator:
+    """Return a slider."""
+    return place.get_by_role("slider", name=name, exact=True)
+
+
+def phase_of(place: Locator) -> str:
+    """Return the phase that the readout of a figure shows."""
+    lit = place.locator(".phases [aria-current=step]")
+    return lit.inner_text() if lit.count() else ""
+
+
+def box_of(element: Locator) -> FloatRect:
+    """Return the place of an element."""
+    box = element.bounding_box()
+    assert box is not None
+    return box
+
+
+def number_in(text: str, pattern: str) -> float:
+    """Return the number that a pattern finds in a text."""
+    found = re.search(pattern, text.replace("\u00a0", " "))
+    assert found is not None, text
+    return float(found[1].replace(",", ""))
+
+
+def verdict(title: str, *, words: str, number: str, says: str) -> Callable[[Locator], None]:
+    """Return a check of a claim's card: its verdict, the number in its headline, and the statement it judges."""
+
+    def check(claims: Locator) -> None:
+        card = claims.get_by_role("article", name=title, exact=True)
+        expect(card.locator(".verdict")).to_have_text(f"{title}: {words}")
+        expect(card.locator("h4")).to_have_text(re.compile(number))
+        expect(card.locator(".text")).to_contain_text(says)
+
+    return check
+
+
+# The first screen
+
+
+def names_the_field(top: Locator) -> None:
+    """The eyebrow is above the title."""
+    eyebrow, title = top.locator(".eyebrow"), top.get_by_role("heading", level=1)
+    expect(eyebrow).to_have_text("GPU workshop: memory optimization")
+    assert box_of(eyebrow)["y"] + box_of(eyebrow)["height"] <= box_of(title)["y"] + 1
+
+
+def is_titled(top: Locator) -> None:
+    """The title is the page's only heading of the first level."""
+    expect(top.page.get_by_role("heading", level=1)).to_have_text("Gradient accumulation")
+
+
+def promises(top: Locator) -> None:
+    """The promise has the GPU's memory, the effective batch and the method."""
+    for words in ("GPU", "memory", "effective batch", "add up the gradients", "update once"):
+        expect(top.locator(".lead")).to_contain_text(words)
+
+
+def plays_on_sight(top: Locator) -> None:
+    """The text says that the guide is interactive, and the scene starts without a click."""
+    expect(top).to_contain_text("interactive")
+    with_browser = top.page.context.browser
+    assert with_browser is not None
+    with opened(with_browser, top.page.url.split("#")[0], **DESKTOP) as fresh:
+        position = fresh.page.get_by_role("slider", name="Position in the scene")
+        expect(position).not_to_have_value("0")
+        expect(position).to_be_in_viewport()
+
+
+def leads_on(top: Locator) -> None:
+    """The button is in the first window and leads to the first chapter."""
+    begin = top.get_by_role("link", name=re.compile("^(Start|Begin)"))
+    top.page.evaluate("scrollTo({top: 0, behavior: 'instant'})")
+    expect(begin).to_be_in_viewport(ratio=1)
+    begin.click()
+    expect(top.page.locator("#gpu-memory h2")).to_be_in_viewport()
+
+
+# Why a batch does not fit
+
+
+def ends_with_out_of_memory(top: Locator) -> None:
+    """In the scene the whole batch exceeds the limit, and the refused step is named."""
+    position = slider(top, "Position in the scene")
+    position.fill("5")
+    expect(top.locator(".words .head")).to_have_text("Out of memory")
+    says = top.locator(".words .detail").inner_text()
+    assert number_in(says, r"needs ([\d.]+) MiB") > number_in(says, r"limit is ([\d.]+)\.")
+
+
+def has_both_sliders(memory: Locator) -> None:
+    """Both sliders open at 16, and each changes the verdict."""
+    size, gpu, says = slider(memory, "Batch size"), slider(memory, "Memory of the GPU"), memory.locator(".verdict")
+    expect(memory.get_by_role("spinbutton", name=re.compile("^Batch size"))).to_have_value("16")
+    expect(memory.get_by_role("spinbutton", name=re.compile("^Memory of the GPU"))).to_have_value("16")
+    size.press("Home")
+    expect(says).to_have_text("Fits")
+    size.press("End")
+    expect(says).to_have_text("Does not fit")
+    typed(memory, "Batch size", 16)
+    expect(says).to_have_text("Does not fit")
+    gpu.press("End")
+    expect(says).to_have_text("Fits")
+    typed(memory, "Memory of the GPU", 16)
+    expect(says).to_have_text("Does not fit")
+
+
+def typed(place: Locator, name: str, value: int) -> None:
+    """Type a number next to a slider."""
+    box = place.get_by_role("spinbutton", name=re.compile(f"^{name}"))
+    box.fill(str(value))
+    box.press("Enter")
+
+
+def peaks(memory: Locator) -> dict[int, dict[str, str]]:
+    """Return the planned memory by batch size and column, from the figure's table."""
+    figure = memory.locator("figure", has_text="Memory needed by a step").first
+    figure.locator("button.mark").first.press("Enter")
+    box = figure.locator("[popover]").first
+    heads = [text.strip() for text in box.locator("thead th").all_text_contents()]
+    rows = [row.locator("th, td").all_text_contents() for row in box.locator("tbody tr").all()]
+    memory.page.keyboard.press("Escape")
+    return {int(row[0].replace(",", "")): dict(zip(heads, row, strict=True)) for row in rows}
+
+
+def keeps_a_fixed_part(memory: Locator) -> None:
+    """Weights, gradients and optimizer state are equal for all batch sizes."""
+    rows = peaks(memory)
+    for part in ("weights", "optimizer state"):
+        assert len({row[part] for row in rows.values()}) == 1
+
+
+def grows_with_each_sample(memory: Locator) -> None:
+    """Activations grow linearly, on an axis that is to scale, until the step does not fit."""
+    rows = peaks(memory)
+    parts = {
+        size: number_in(row["activations"], r"([\d.,]+) GiB")
+        for size, row in rows.items()
+        if "GiB" in row["activations"]
+    }
+    (small, first), (large, last) = min(parts.items()), max(parts.items())
+    assert last / first == pytest.approx(large / small, rel=0.02)
+    assert "not to scale" not in memory.inner_text()
+    slider(memory, "Batch size").press("End")
+    expect(memory.locator(".verdict")).to_have_text("Does not fit")
+
+
+# Split, accumulate, update
+
+
+def works_through_a_split(split: Locator) -> None:
+    """The split opens ready with one whole batch; then its parts move apart and are added, and one update follows."""
+    count, blocks, sums = split.locator(".count"), split.locator("svg:visible .block"), split.locator(".sum .on")
+    following = split.get_by_role("button", name="Next")
+    whole = box_of(blocks.nth(3))["x"]
+    for number in range(1, 5):
+        following.click()
+        assert phase_of(split) == "forward"
+        expect(count).to_contain_text(f"micro-batch {number} of 4 \u00b7 {number - 1} of 4 added")
+        expect(split.locator("svg:visible .runs text")).to_have_text(str(number))
+        expect(sums).to_have_count(number - 1)
+        following.click()
+        assert phase_of(split) == "backward"
+        expect(count).to_contain_text(f"micro-batch {number} of 4 \u00b7 {number} of 4 added")
+        expect(sums).to_have_count(number)
+    assert box_of(blocks.nth(3))["x"] > whole + 20
+
+
+def adds_up(split: Locator) -> None:
+    """Each micro-batch adds its term, and the bars of the sum reach the outline of the full batch's gradient."""
+    sums, goal = (heights(split.locator(f"svg:visible .{name}").first) for name in ("gradient", "goal"))
+    assert len(sums) == 64
+    assert sums == pytest.approx(goal, abs=0.21)
+    expect(split.locator(".sum math")).to_contain_text("p.grad")
+    expect(split.locator(".sum .on")).to_have_text(["16/64 g1", "+ 16/64 g2", "+ 16/64 g3", "+ 16/64 g4"])
+
+
+def updates_once(split: Locator) -> None:
+    """The last step moves the weights once, and there is no further one."""
+    weights = split.locator("svg:visible .weights .gradient")
+    before = weights.get_attribute("d")
+    split.get_by_role("button", name="Next").click()
+    assert phase_of(split) == "update"
+    expect(split.locator(".count")).to_contain_text("4 of 4 added \u00b7 1 update")
+    assert weights.get_attribute("d") != before
+    expect(split.get_by_role("button", name="Next")).to_be_disabled()
+    split.get_by_role("radio", name="its own samples").check(force=True)
+    expect(split.locator("figcaption").first).to_contain_text("The relative error of the sum is 28%")
+    assert split.locator("svg:visible .beyond").first.get_attribute("d")
+
+
+def is_ready(split: Locator) -> None:
+    """Before the first click the phase is ready, the batch is whole, and nothing is added."""
+    split.get_by_role("radio", name="same size").check(force=True)
+    while (back := split.get_by_role("button", name="Back")).is_enabled():
+        back.click()
+    expect(split.locator(".count")).to_have_text(f"{READY} \u00b7 0 of 4 added \u00b7 0 updates")
+    assert phase_of(split) == "ready"
+    expect(split.locator(".sum .on")).to_have_count(0)
+    expect(split.locator("svg:visible .joined")).to_have_count(4)
+
+
+# The full loop
+
+
+def plays_the_loop(loop: Locator) -> None:
+    """Playing skips lines without arithmetic, at the chosen speed."""
+    slider(loop, "Moment of the run").fill("0")
+    loop.get_by_label("Speed").select_option("4\u00d7")
+    assert loop.evaluate(PLAYED) == ["ready", "clear", *["forward"] * 3, "backward", "accumulate", "forward"]
+
+
+def counts_micro_batches(loop: Locator) -> None:
+    """The counter starts at 0 of 4, and shows which micro-batch runs."""
+    slider(loop, "Moment of the run").fill("0")
+    counts = loop.locator(".counts")
+    expect(counts).to_have_text(f"{READY} 0 of 4 added 0 updates", use_inner_text=True)
+    shown = [text for _, _, text in steps_of(loop)]
+    for number in range(1, 5):
+        assert f"micro-batch {number} of 4 {number - 1} of 4 added 0 updates" in shown
+    assert shown[-1].endswith("4 of 4 added 0 updates")
+
+
+def steps_of(loop: Locator) -> list[tuple[str, str, str]]:
+    """Go on until all four micro-batches are added; return line, phase and counters of each moment."""
+    counts, line = loop.locator(".counts"), loop.locator(".code [aria-current=step]")
+    seen = []
+    while "4 of 4 added" not in counts.inner_text():
+        loop.get_by_role("button", name="Next").click()
+        text = " ".join(counts.inner_text().split())
+        seen.append((line.get_attribute("data-line") or "", phase_of(loop), text))
+    return seen
+
+
+def builds_up_gradients(loop: Locator) -> None:
+    """Each accumulation adds the micro-batch's gradient to the sum, until it fills the outline of the final sum."""
+    strips, position = loop.locator(".strips svg"), slider(loop, "Moment of the run")
+    position.fill("0")
+    previous = [0.0] * 42
+    added = 0
+    while added < 4:
+        loop.get_by_role("button", name="Next").click()
+        if phase_of(loop) != "accumulate":
+            continue
+        added += 1
+        total = heights(strips.nth(1).locator(".gradient"))
+        assert sum(map(abs, total)) > 0
+        assert total != previous
+        previous = total
+    assert len(previous) > 35  # without bars that round to nothing
+    assert previous == pytest.approx(heights(strips.nth(1).locator(".goal")), abs=0.21)
+
+
+def heights(path: Locator) -> list[float]:
+    """Return the heights of the bars of a strip."""
+    found: list[float] = path.evaluate(BARS)
+    return found
+
+
+def steps_once(loop: Locator) -> None:
+    """After the fourth micro-batch the weights move, and before it they do not."""
+    weights = loop.locator(".strips svg.weights .gradient")
+    slider(loop, "Moment of the run").fill("0")
+    before = weights.get_attribute("d")
+    steps_of(loop)
+    assert weights.get_attribute("d") == before
+    while phase_of(loop) != "update":
+        loop.get_by_role("button", name="Next").click()
+    expect(loop.locator(".counts")).to_have_text(f"{READY} 4 of 4 added 1 update", use_inner_text=True)
+    assert weights.get_attribute("d") != before
+    assert loop.locator(".strips svg.weights .goal").get_attribute("d") == before
+
+
+def lights_up(loop: Locator) -> None:
+    """The code has the loop, and each line of a micro-batch is marked with its phase, its caption and its picture."""
+    expect(loop.locator(".code")).to_contain_text("loss = loss / accumulation_steps")
+    slider(loop, "Moment of the run").fill("0")
+    window = [("19", "forward"), ("20", "forward"), ("21", "forward"), ("22", "backward"), ("22", "accumulate")]
+    seen = [(line, phase) for line, phase, _ in steps_of(loop)]
+    assert [one for one in seen if one[1]] == window * 4
+    assert {one for one in seen if not one[1]} == {("17", ""), ("18", ""), ("24", "")}
+
+
+def draws_each_line(loop: Locator) -> None:
+    """Lines 19, 20 and 21 have three captions; the forward and the backward are drawn in the network."""
+    position, does = slider(loop, "Moment of the run"), loop.locator(".does")
+    position.fill("0")
+    said = {}
+    while phase_of(loop) != "accumulate":
+        loop.get_by_role("button", name="Next").click()
+        line = loop.locator(".code [aria-current=step]").get_attribute("data-line") or ""
+        said[line, phase_of(loop)] = does.inner_text()
+        if phase_of(loop) in ("forward", "backward"):
+            expect(loop.locator(f".links.{phase_of(loop)}")).to_have_count(1)
+            expect(loop.locator(".apart")).to_have_count(1)
+    assert len({said[line, "forward"] for line in ("19", "20", "21")}) == 3
+    assert "divided by the 4" in said["21", "forward"]
+
+
+def begins_ready(loop: Locator) -> None:
+    """The first line is marked, the phase is ready, and nothing has run."""
+    slider(loop, "Moment of the run").fill("0")
+    assert phase_of(loop) == "ready"
+    expect(loop.locator(".does")).to_have_text("Nothing has run yet.")
+    expect(loop.locator(".code [aria-current=step]")).to_contain_text("accumulation_steps = 4")
+
+
+# Why the sum is exact
+
+
+def derives(step: int, *, head: str, symbols: str, says: str) -> Callable[[Locator], None]:
+    """Return a check of a step of the derivation: heading, symbols of its equation, text and picture."""
+
+    def check(mathematics: Locator) -> None:
+        own = mathematics.locator(f".steps > li:nth-child({step})")
+        expect(own.locator("h3")).to_have_text(head)
+        equation = own.locator("math").first.text_content() or ""
+        assert all(symbol in equation for symbol in symbols), equation
+        expect(own).to_contain_text(says)
+        expect(own.get_by_role("img")).to_be_visible()
+
+    return check
+
+
+def multiplies(mathematics: Locator) -> None:
+    """The product is next to the division, with the numbers of the example."""
+    own = mathematics.locator(".steps > li:nth-child(3)")
+    expect(own).to_contain_text("The effective batch is the micro-batch times the accumulation steps: 64 = 16 \u00d7 4")
+    assert re.search(r"N\s*=\s*n\u00d7K", own.locator("math").first.text_content() or "")
+
+
+def is_equivalent(mathematics: Locator) -> None:
+    """The statement has its measured error, which is rounding."""
+    own = mathematics.locator(".steps > li:nth-child(4)")
+    expect(own).to_contain_text("exactly the step of the full batch")
+    assert float(own.locator("data[data-from=recorded]").first.get_attribute("value") or 1) < 1e-12
+
+
+# Memory
+
+
+def compares_memory(memory: Locator) -> None:
+    """Bars show one pass and a split of the same samples; a smaller micro-batch is a shorter bar with a lower share."""
+    bars = memory.locator("figure", has_text="The trade").locator("svg[role=img]:visible")
+    expect(bars).to_have_attribute(
+        "aria-label", re.compile(r"^64\s\u00d7\s1: one pass: 99\.9\sMiB; 16\s\u00d7\s4: 46\.3\sMiB, 46%$")
+    )
+    slider(memory, "Micro-batch").press("Home")
+    expect(bars).to_have_attribute("aria-label", re.compile(r"; 1\s\u00d7\s64: 28\.9\sMiB, 29%$"))
+
+
+def moves_the_effective_batch(memory: Locator) -> None:
+    """At four times the effective batch one pass needs far more, and the micro-batch of 16 hardly more."""
+    bars = memory.locator("figure", has_text="The trade").locator("svg[role=img]:visible")
+    whole, micro = slider(memory, "Effective batch"), slider(memory, "Micro-batch")
+    micro.press("Home")
+    for _ in range(4):
+        micro.press("ArrowRight")
+    whole.press("End")
+    expect(bars).to_have_attribute(
+        "aria-label", re.compile(r"^256\s\u00d7\s1: one pass: 3\d\d\sMiB; 16\s\u00d7\s16: 46\.4\sMiB, 1\d%$")
+    )
+    whole.press("Home")
+    expect(bars).to_have_attribute("aria-label", re.compile(r"^16\s\u00d7\s1: one pass: .*; 16\s\u00d7\s1: "))
+    typed(memory, "Effective batch", 64)
+
+
+def trades(memory: Locator) -> None:
+    """Dragging along the curve to smaller micro-batches lowers memory and raises the number of operations."""
+    curve = slider(memory, "Split, along the curve")
+    says = memory.locator("figure", has_text="The trade").locator("figcaption p").first
+    seen = []
+    curve.press("Home")
+    for _ in range(7):
+        spoken = curve.get_attribute("aria-valuetext") or ""
+        seen.append((number_in(spoken, r"([\d.]+) MiB"), number_in(spoken, r"([\d,]+) operations")))
+        curve.press("ArrowLeft")
+    assert [memory for memory, _ in seen] == sorted((memory for memory, _ in seen), reverse=True)
+    assert [work for _, work in seen] == sorted(work for _, work in seen)
+    assert seen[-1][1] > 8 * seen[0][1]
+    curve.scroll_into_view_if_needed()
+    curve.locator("circle").nth(2).hover()
+    curve.page.mouse.down()
+    expect(says).to_contain_text("16 \u00d7 4 needs 46% of the memory of one pass, and 1.9 times as many operations")
+    curve.locator("circle").nth(1).hover()
+    expect(says).to_contain_text("32 \u00d7 2 needs")
+    curve.page.mouse.up()
+
+
+# The playground
+
+
+def opens_at_16_times_4(playground: Locator) -> None:
+    """It opens with 16 samples, 4 steps, 64 in a step, a predicted peak, 0 updates and the loss of chance."""
+    expect(playground.get_by_role("spinbutton", name="Micro-batch, samples")).to_have_value("16")
+    expect(playground.get_by_role("spinbutton", name="Accumulation steps")).to_have_value("4")
+    expect(playground.locator(".batch strong")).to_have_text("64")
+    for name, value in {"current loss": "2.30", "optimizer steps": "0", "peak memory": "1.4\u00a0MiB"}.items():
+        expect(readout(playground, name)).to_have_text(value)
+
+
+def readout(playground: Locator, name: str) -> Locator:
+    """Return the value of a read-out."""
+    return playground.locator("dl div").filter(has=playground.page.locator(f'dt:text-is("{name}")')).locator("dd").first
+
+
+def runs_in_real_time(playground: Locator) -> None:
+    """While it plays, steps are counted, the gradient fills, and the curve grows from step to step."""
+    steps = readout(playground, "optimizer steps")
+    playground.get_by_role("button", name=re.compile("^Play")).click()
+    expect(steps).to_have_text(re.compile(r"^[1-9]"))
+    early, curve = steps.inner_text(), playground.locator("svg path.curve.s0").last
+    drawn = curve.get_attribute("d") or ""
+    expect(steps).not_to_have_text(early)
+    expect(curve).not_to_have_attribute("d", drawn)
+    expect(steps).to_have_text("40", timeout=30_000)
+    assert float(readout(playground, "current loss").inner_text()) < 1
+
+
+def shows_the_effect_of_steps(playground: Locator) -> None:
+    """More accumulation steps make a larger batch and another loss, with little more memory; pins keep both."""
+
+    def state() -> tuple[str, str, str]:
+        return (
+            playground.locator(".batch strong").inner_text(),
+            readout(playground, "peak memory").inner_text(),
+            readout(playground, "current loss").inner_text(),
+        )
+
+    playground.get_by_role("button", name="Pin this run").click()
+    before = state()
+    slider(playground, "Accumulation steps").press("End")
+    expect(playground.locator(".batch strong")).not_to_have_text("64")
+    after = state()
+    assert int(after[0].replace(",", "")) > int(before[0])
+    assert after[2] != before[2]
+    expect(playground.get_by_text("pin 1: digits 16 \u00d7 4").first).to_be_visible()
