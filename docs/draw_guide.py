@@ -35,11 +35,8 @@ def draw(page: Page) -> None:
     draw_chapter(page, "loop", "guide_loop")
     come_to(page, "memory").locator("figure").nth(1).screenshot(path=DOCS / "guide_memory.png")
     playground = come_to(page, "playground")
-    for key, size in (("ArrowLeft", 4), ("ArrowRight", 16)):  # there and back: now a run that was recorded is chosen
-        playground.get_by_role("slider", name="Micro-batch").press(key)
-        expect(playground.locator(".which")).to_have_text(f"digits {size} \u00d7 4, SGD (recorded)")
-    playground.get_by_role("button", name="Pin this run").click()
-    playground.get_by_label("Mistake").select_option(label="forget to divide")
+    playground.get_by_role("button", name="Forgot to divide").click()
+    expect(playground.locator(".which")).to_have_text("digits 16 \u00d7 4, SGD, forget to divide (recorded)")
     page.set_viewport_size(TALL)
     page.mouse.move(0, 0)  # or the field below it would show its arrows
     draw_chapter(page, "playground", "guide_playground")

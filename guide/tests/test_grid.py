@@ -45,6 +45,16 @@ def test_a_run_is_reproduced(name: str, at: int) -> None:
     assert differences(recorded, found, tolerance=1e-3, noisy=grid.NOISY) == []
 
 
+@pytest.mark.parametrize("name", TASKS)
+def test_recordings_have_no_speeds(name: str) -> None:
+    """Runs were not interleaved, so their speeds cannot be compared; losses of the native batch and accuracies can."""
+    for run in runs(name):
+        assert "samples_per_second" not in run
+        assert len(run["native_losses"]) >= len(run["losses"])
+        assert run["evaluated"][0] == 0
+        assert len(run["accuracies"]) == len(run["answers"]) == len(run["evaluated"])
+
+
 def test_programs_of_the_page_match_the_code() -> None:
     """The templates and examples of the page equal the output of the code."""
     data = recording("playground_opening")["data"]

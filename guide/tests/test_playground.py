@@ -11,11 +11,13 @@ import jsonschema
 import pytest
 
 import anybatch.events
+from anybatch_guide.held_out import shown_samples
 from anybatch_guide.play import main
 from anybatch_guide.playground import PlaygroundSetting, as_python, run
 from anybatch_guide.programs import templates
 from anybatch_guide.setting import MistakeName
 from anybatch_guide.tasks.digits import network
+from anybatch_guide.tasks.task import load
 from tests.extras import skip_without
 
 skip_without("sklearn", "anybatch[guide]")
@@ -177,10 +179,70 @@ def stop_after_twenty() -> Callable[[Line], None]:
         ({"task": "shapes", "norm": "group"}, 0.0, 1e-5),
     ],
 )
-def test_a_run_compares_its_first_gradient(changes: Mapping[str, Any], least: float, most: float) -> None:
-    """A correct split has the native batch's first gradient; four undivided parts have four times that gradient."""
+def test_a_run_compares_its_first_update(changes: Mapping[str, Any], least: float, most: float) -> None:
+    """A correct split makes the native batch's first update; four undivided parts make four times that update."""
     data, lines = played(**changes, steps=1)
-    (told,) = of_kind(lines, "guide.first_gradient")
+    (told,) = of_kind(lines, "guide.first_update")
 
-    assert least <= data["first_gradient_difference"] <= most
-    assert told["relative_difference"] == data["first_gradient_difference"]
+    assert least <= data["first_update_difference"] <= most
+    assert told["relative_difference"] == data["first_update_difference"]
+
+
+@pytest.mark.slow
+def test_the_native_batch_is_shown_before_each_step() -> None:
+    """The native losses are those of an unsplit run, and its gradient is the sum of the micro-batches' gradients."""
+    data, lines = played(steps=3)
+    natives = of_kind(lines, "guide.native")
+    sums = {
+        line["step"]: line["sum"]
+        for line in of_kind(lines, "guide.micro_batch")
+        if line["position"] == 3  # the last
+    }
+    kinds = [line["kind"] for line in lines if line["kind"] in ("guide.native", "step")]
+
+    assert kinds == ["guide.native", "step"] * 3
+    assert data["native_losses"] == played(micro_batch_size=16, accumulation_steps=1, steps=3)[0]["losses"]
+    assert [line["loss"] for line in natives] == data["native_losses"]
+    for line in natives:
+        assert sums[line["step"]] == pytest.approx(line["gradient"], rel=2e-3, abs=1e-5)
+
+
+def test_undivided_gradients_exceed_the_native_one() -> None:
+    """Without division, the sum of four micro-batches is four times the native gradient in the first step."""
+    _, lines = played(steps=1, mistake="no_division")
+    (native,) = of_kind(lines, "guide.native")
+    total = of_kind(lines, "guide.micro_batch")[-1]["sum"]
+
+    assert total == pytest.approx([4 * number for number in native["gradient"]], rel=2e-3, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "least"), [("digits", 0.6), ("spirals", 0.5), ("text", 0.1)])
+def test_accuracy_is_that_of_the_network(task: Any, least: float) -> None:
+    """Evaluations start before the first update, end at the accuracy of the native batch, and rise."""
+    setting = PlaygroundSetting(task=task, steps=30)
+    data = run(setting, lambda _: None)
+    evaluations = data["evaluations"]
+
+    assert [evaluation["updates"] for evaluation in evaluations] == list(range(31))
+    assert evaluations[-1]["accuracy"] == evaluations[-1]["native_accuracy"] > least
+    assert evaluations[-1]["accuracy"] > evaluations[0]["accuracy"]
+
+
+def test_answers_are_those_shown() -> None:
+    """A character for each image, or a line for each sentence, as long as the sentence without its end."""
+    digits, text = (shown_samples(load(name)) for name in ("digits", "text"))
+    answered = played(steps=1)[0]["evaluations"][0]["answers"]
+
+    assert digits["answers"] == "".join(str(label) for label in load("digits").held_out.targets[:32].tolist())
+    assert len(answered) == 32
+    assert text["answers"].split("\n") == text["samples"]["values"]
+
+
+@pytest.mark.parametrize("policy", ["keep", "exact", "ghost", "freeze"])
+def test_every_norm_policy_is_evaluated(policy: Any) -> None:
+    """Networks whose BatchNorm the engine changes have an accuracy as well."""
+    data, _ = played(task="shapes", norm="batch", norm_policy=policy, steps=2)
+
+    assert all(0 <= evaluation["accuracy"] <= 1 for evaluation in data["evaluations"])
+    assert len(data["evaluations"]) == 3

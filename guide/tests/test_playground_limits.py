@@ -1,14 +1,19 @@
 """The playground's memory limit, its BatchNorm policies, and the details of single micro-batches."""
 
+import threading
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 
+from anybatch import in_trial_run
+from anybatch_guide.micro_batch_view import MicroBatchView
 from anybatch_guide.mistakes.windows import share
 from anybatch_guide.playground import PlaygroundSetting, run
 from anybatch_guide.tasks.task import MicroBatches, cross_entropy, load
 from anybatch_guide.training import make
+from anybatch_guide.worker import CancelledError, Gate
 from guide.tests.test_playground import SHORT, Line, of_kind, played
 from tests.extras import skip_without
 
@@ -31,8 +36,46 @@ def test_a_limit_makes_micro_batches_smaller() -> None:
     assert limited["smaller_sizes"] == [32, 16]
     assert free["smaller_sizes"] == []
     assert limited["losses"] == pytest.approx(free["losses"], rel=1e-5)
-    assert limited["first_gradient_difference"] < 1e-5
-    assert limited["samples_per_second"] is None
+    assert limited["first_update_difference"] < 1e-5
+
+
+def test_a_pause_during_the_loss_checks_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that arrives while the engine checks the loss still pauses the run, and a cancellation ends it.
+
+    The hooks of the micro-batch view reach the gate, and in a clone the guide is the user's code, not a library.
+    """
+    gate, checking, lines = Gate(paused=False), threading.Event(), []
+    begin = MicroBatchView.begin
+
+    def pausing_begin(view: MicroBatchView, inputs: torch.Tensor) -> None:
+        if in_trial_run() and not checking.is_set():
+            commands = threading.Thread(target=gate.set, args=("pause",))
+            commands.start()
+            commands.join()
+            checking.set()
+        begin(view, inputs)
+
+    monkeypatch.setattr(MicroBatchView, "begin", pausing_begin)
+
+    def emit(line: Line) -> None:
+        gate.wait_before(line)
+        lines.append(line)
+
+    def work() -> None:
+        with suppress(CancelledError):
+            run(PlaygroundSetting(**SHORT), emit, is_stepped=gate.is_stepped)
+
+    runner = threading.Thread(target=work)
+    runner.start()
+    assert checking.wait(60)
+    runner.join(3)
+    assert runner.is_alive()
+    assert gate.is_stepped()
+    assert len(of_kind(lines, "step")) < SHORT["steps"]
+    gate.set("cancel")
+    runner.join(60)
+    assert not runner.is_alive()
+    assert lines[-1]["kind"] != "end"
 
 
 def seen(setting: PlaygroundSetting) -> list[Line]:

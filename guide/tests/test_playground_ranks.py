@@ -38,7 +38,7 @@ def test_two_ranks_equal_one() -> None:
     places = {(line["rank"], line["position"]) for line in of_kind(lines, "micro_batch")}
 
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
-    assert two["first_gradient_difference"] < 1e-5
+    assert two["first_update_difference"] < 1e-5
     assert max(two["relative_differences"]) < 1e-5
     assert two["reduced_bytes"] == gradient_bytes
     assert one["reduced_bytes"] == 0
@@ -122,12 +122,12 @@ def test_both_ranks_retry_with_smaller_micro_batches() -> None:
     failed, _ = played(PlaygroundSetting(**setting, memory_limit_kib=300))
 
     assert smaller["smaller_sizes"]
-    assert smaller["first_gradient_difference"] < 1e-5
+    assert smaller["first_update_difference"] < 1e-5
     assert max(smaller["relative_differences"]) < 1e-5
     assert len(of_kind(lines, "out_of_memory")) == len(smaller["smaller_sizes"])
     assert (failed["status"], failed["losses"]) == ("failed", [])
     assert "memory" in failed["message"]
-    assert failed["first_gradient_difference"] is None
+    assert failed["first_update_difference"] is None
 
 
 @pytest.mark.published

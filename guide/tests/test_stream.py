@@ -127,7 +127,7 @@ def test_page_reconnects() -> None:
 
 
 def test_slow_page_loses_progress_first() -> None:
-    """A page with a large backlog misses micro-batches, gets their number, and every step, diagnosis and end."""
+    """A page with a large backlog misses micro-batches, gets their number, and every step, measurement and end."""
 
     async def scene() -> None:
         stream = Stream(Limits(messages_per_second=1e9, max_backlog_lines=100), zero)
@@ -140,13 +140,15 @@ def test_slow_page_loses_progress_first() -> None:
             stream.publish_line("run", micro_batch(number))
             if number % 100 == 0:
                 stream.publish_line("run", {"kind": "step", "number": number})
-        for kind in ("diagnosis", "end"):
+        measured = ("guide.first_update", "guide.native", "guide.memory", "guide.evaluation", "guide.surface")
+        for kind in ("diagnosis", *measured, "end"):
             stream.publish_line("run", {"kind": kind})
         page.may_read.set()
         await page.until(lambda page: any(line["kind"] == "end" for line in page.lines()))
         kinds = [line["kind"] for line in page.lines()]
         dropped = sum(data["dropped"] for event, data, _ in page.events() if event == "lines")
         assert (kinds.count("step"), kinds.count("diagnosis"), kinds.count("end")) == (10, 1, 1)
+        assert [kind for kind in kinds if kind.startswith("guide.")] == list(measured)
         assert dropped > 800
         assert kinds.count("micro_batch") + dropped == 1001
         await page.leave()

@@ -1,14 +1,16 @@
 """The recorded playground runs for a page without a server: their settings, and their compact form."""
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any, get_args
 
 from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
+from anybatch_guide.held_out import shown_samples
 from anybatch_guide.lines import significant
 from anybatch_guide.playground import PlaygroundSetting, run
 from anybatch_guide.programs import as_command, as_python, templates
+from anybatch_guide.run_metrics import surface_of
 from anybatch_guide.setting import (
     GHOST_SAMPLES,
     LIMITS,
@@ -19,6 +21,9 @@ from anybatch_guide.setting import (
     MistakeName,
     OptimizerName,
 )
+from anybatch_guide.tasks.spirals import EXTENT
+from anybatch_guide.tasks.task import load
+from anybatch_guide.training import isolated, make
 
 NUM_SURFACES = 5
 TASK_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -109,9 +114,22 @@ def shapes_settings() -> list[PlaygroundSetting]:
 
 
 def text_settings() -> list[PlaygroundSetting]:
-    """Return three splits of one batch, and the mean of means at two of them."""
+    """Return three splits of one batch, a smaller one unsplit, and the mean of means at two splits."""
     settings = [task_setting("text", micro, 64 // micro) for micro in (64, 16, 4)]
+    settings.append(task_setting("text", 16, 1))  # for the predicted memory of a step without accumulation
     return settings + [task_setting("text", micro, 64 // micro, mistake="mean_of_means") for micro in (16, 4)]
+
+
+def preset_settings() -> list[PlaygroundSetting]:
+    """Return the settings of the page's presets, which start with one click."""
+    return [
+        task_setting("digits", 16, 4, mistake="no_division"),
+        task_setting("shapes", 4, 16),
+        task_setting("shapes", 4, 16, norm_policy="exact"),
+        task_setting("digits", 64, 4, memory_limit_kib=2048),
+        task_setting("digits", 16, 4, ranks=2),
+        task_setting("spirals", 16, 4),
+    ]
 
 
 def record_runs(settings: Sequence[PlaygroundSetting], emit: Emit) -> list[dict[str, Any]]:
@@ -123,29 +141,33 @@ def record_runs(settings: Sequence[PlaygroundSetting], emit: Emit) -> list[dict[
     return runs
 
 
-def first_micro_batches(setting: PlaygroundSetting) -> list[dict[str, Any]]:
-    """Return the details of each micro-batch of the first step, for stepping through it on the page."""
+def first_step(setting: PlaygroundSetting) -> dict[str, Any]:
+    """Return the details of each micro-batch of the first step, and the native gradient, for stepping on the page."""
     lines: list[Mapping[str, Any]] = []
     run(replace(setting, steps=1), lines.append, is_stepped=lambda: True)
-    head = ("version", "sequence", "time_seconds", "kind", "step")
-    return [
+    head = ("version", "sequence", "time_seconds", "kind")
+    micro_batches = [
         {name: value for name, value in line.items() if name not in head}
         for line in lines
         if line["kind"] == "guide.micro_batch"
     ]
+    (native,) = (line["gradient"] for line in lines if line["kind"] == "guide.native")
+    return {"first_micro_batches": micro_batches, "first_native_gradient": native}
 
 
 def record_run(setting: PlaygroundSetting, emit: Emit) -> dict[str, Any]:
-    """Run one setting; return its metrics by step, rounded for a chart, and the predicted surfaces of spirals."""
-    surfaces: list[Mapping[str, Any]] = []
+    """Run one setting; return its metrics by step, rounded for a chart, and its surfaces and gradients if shown."""
+    lines: list[Mapping[str, Any]] = []
 
-    def keep_surfaces(line: Mapping[str, Any]) -> None:
-        if line["kind"] == "guide.surface":
-            surfaces.append({"step": line["step"], "values": line["values"]})
+    def keep(line: Mapping[str, Any]) -> None:
+        if line["kind"] in ("guide.surface", "guide.native", "guide.micro_batch"):
+            lines.append(line)
         emit(line)
 
-    data = run(setting, keep_surfaces)
+    data = run(setting, keep)
+    surfaces = [{"updates": line["updates"], "values": line["values"]} for line in lines if "updates" in line]
     every = max(1, len(surfaces) // NUM_SURFACES)
+    evaluations = data["evaluations"]
     return {
         "setting": asdict(setting),
         "status": data["status"],
@@ -153,15 +175,40 @@ def record_run(setting: PlaygroundSetting, emit: Emit) -> dict[str, Any]:
         "losses": rounded(data["losses"], 5),
         "gradient_norms": rounded(data["gradient_norms"], 4),
         "learning_rates": rounded(data["learning_rates"], 4),
-        "first_gradient_difference": rounded([data["first_gradient_difference"]], 3)[0],
+        "native_losses": rounded(data["native_losses"], 5),
+        "first_update_difference": rounded([data["first_update_difference"]], 3)[0],
         "relative_differences": rounded(data["relative_differences"], 3),
+        "evaluated": [evaluation["updates"] for evaluation in evaluations],
+        "accuracies": rounded([evaluation["accuracy"] for evaluation in evaluations], 3),
+        "native_accuracies": rounded([evaluation["native_accuracy"] for evaluation in evaluations], 3),
+        "answers": [evaluation["answers"] for evaluation in evaluations],
         "peak": data["peak"],
-        "samples_per_second": rounded([data["samples_per_second"]], 3)[0],
         "smaller_sizes": data["smaller_sizes"],
         "reduced_bytes": data["reduced_bytes"],
         "digest": data["digest"],
-        "surfaces": surfaces[every - 1 :: every],
+        "surfaces": surfaces[every::every],
+        **({"gradients": gradients(lines)} if setting in preset_settings() else {}),
     }
+
+
+def gradients(lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, str]]:
+    """Return (step, sum over micro-batches and ranks, native gradient), as levels for a strip of -127 to 127."""
+    natives = {line["step"]: line["gradient"] for line in lines if line["kind"] == "guide.native"}
+    sums: dict[int, dict[int, Sequence[float]]] = {}
+    for line in lines:
+        if line["kind"] == "guide.micro_batch":
+            sums.setdefault(line["step"], {})[line["rank"]] = line["sum"]
+    found = []
+    for step, by_rank in sums.items():
+        total, native = [sum(numbers) for numbers in zip(*by_rank.values(), strict=True)], natives[step] or []
+        limit = max(map(abs, [*total, *native])) or 1.0
+        found.append((step, levels(total, limit), levels(native, limit)))
+    return found
+
+
+def levels(values: Sequence[float], limit: float) -> str:
+    """Return numbers as signed bytes in base64; 127 is the limit."""
+    return base64.b64encode(bytes(round(127 * value / limit) & 255 for value in values)).decode("ascii")
 
 
 def rounded(values: Sequence[float | None], digits: int) -> list[float | None]:
@@ -183,7 +230,8 @@ def run_opening(emit: Emit) -> Data:
         "together": {"effective": MAX_EFFECTIVE, "samples": MAX_SAMPLES, "bytes": MAX_BYTES},
         "sample_bytes": SAMPLE_BYTES,
         "ghost_samples": GHOST_SAMPLES,
-        "first_micro_batches": first_micro_batches(PlaygroundSetting()),
+        **first_step(PlaygroundSetting()),
+        **page_data("digits"),
         "programs": templates(),
         "examples": [
             {"setting": asdict(setting), "python": as_python(setting), "command": as_command(setting)}
@@ -192,16 +240,31 @@ def run_opening(emit: Emit) -> Data:
     }
 
 
-def experiment_of(task: str, settings: Sequence[PlaygroundSetting], seconds: float, **extra: Any) -> Experiment:  # noqa: ANN401 (further data)
+def page_data(task: str) -> dict[str, Any]:
+    """Return the samples that the page shows: held-out ones with their answers, or the points of spirals."""
+    loaded = load(task)
+    if task != "spirals":
+        return {"shown": shown_samples(loaded)}
+    points = zip(loaded.rows.inputs.tolist(), loaded.rows.targets.tolist(), strict=True)
+    with isolated():
+        untrained = make(spirals_settings()[0], loaded)[0]
+    return {
+        "points": [[round(x, 3), round(y, 3), arm] for (x, y), arm in points],
+        "extent": EXTENT,
+        "untrained": surface_of(untrained),
+    }
+
+
+def experiment_of(task: str, settings: Sequence[PlaygroundSetting], seconds: float) -> Experiment:
     """Return the experiment that records the runs of a task."""
 
-    def run_all(extra: Mapping[str, Any], emit: Emit) -> Data:
-        return {"runs": record_runs(settings, emit), **extra}
+    def run_all(emit: Emit) -> Data:
+        return {"runs": record_runs(settings, emit), **(page_data(task) if task != "digits" else {})}
 
     return Experiment(
         name=f"playground_{task}",
         question=f"What do runs of the playground's task {task} do?",
-        run=partial(run_all, extra),
+        run=run_all,
         seconds=seconds,
         runs_here=False,
         tolerance=1e-3,
@@ -209,5 +272,8 @@ def experiment_of(task: str, settings: Sequence[PlaygroundSetting], seconds: flo
     )
 
 
-NOISY = ("samples_per_second", "first_gradient_difference", "relative_differences", "digest", "surfaces")
-"""Fields that depend on the machine: times, rounding errors, and values that rounding changes."""
+NOISY = (
+    *("first_update_difference", "relative_differences", "digest", "surfaces"),
+    *("accuracies", "native_accuracies", "answers", "gradients"),
+)
+"""Fields that depend on the machine: rounding errors, and values that rounding changes."""

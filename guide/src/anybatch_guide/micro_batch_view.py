@@ -1,4 +1,4 @@
-"""`MicroBatchView`: samples and gradient of single micro-batches, for runs in single-step mode."""
+"""`MicroBatchView`: the gradient of single micro-batches, and in single-step mode their samples."""
 
 import base64
 from collections.abc import Callable, Iterator, Mapping
@@ -9,20 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core.records import MicroBatchRecord, Record
+from anybatch_guide.lines import finite, significant
 from anybatch_guide.tasks.task import PlaygroundTask
 
 NUM_SAMPLES: Final = 16
 """Maximum number of samples shown of a micro-batch."""
 NUM_CELLS: Final = 48
 """Maximum number of components shown of a gradient."""
+NUM_SHOWN_STEPS: Final = 100
+"""Steps of a run whose gradients are shown outside single-step mode, evenly spaced."""
 
 
 class ViewObserver(Protocol):
-    """Receives the details of micro-batches, if requested."""
+    """Receives the details of micro-batches."""
 
     @property
     def is_stepped(self) -> bool:
-        """Whether single micro-batches are requested now."""
+        """Whether the run is in single-step mode, which also shows samples."""
         ...
 
     def add_micro_batch(self, fields: Mapping[str, Any]) -> None:
@@ -30,26 +33,54 @@ class ViewObserver(Protocol):
         ...
 
 
-class MicroBatchView:
-    """An observer that shows each micro-batch in single-step mode: its samples, its gradient, and the sum so far.
+class GradientCells:
+    """The shown components of a model's gradient: evenly spaced in the weight of its last layer.
 
-    The shown components are evenly spaced in the gradient of the last layer's weight. The gradient of one backward is
-    read where autograd accumulates it. The sum is this rank's, even if the last backward has started to reduce it.
-    Outside single-step mode, the observer does nothing and creates no tensor.
+    `added` has those of the latest backward, read where autograd accumulates them, before the engine's hooks.
     """
 
-    def __init__(self, model: nn.Module, task: PlaygroundTask, observer: ViewObserver) -> None:
-        self._observer = observer
-        self._encode = _ENCODERS[task.name]
+    def __init__(self, model: nn.Module) -> None:
+        self.added: Any = None
         self._weight = [parameter for parameter in model.parameters() if parameter.dim() > 1][-1]
         size = self._weight.numel()
         self._indices = torch.linspace(0, size - 1, min(NUM_CELLS, size)).round().long().numpy()
-        self._samples: Mapping[str, Any] = {}
-        self._previous_sum: Any = 0.0
-        self._grad: Any = None
         # The node where autograd adds to `.grad`. Keep it, because the hook, which only reads, lives as long as it.
-        accumulate_node: Any = self._weight.view_as(self._weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        self._accumulate_node, self._handle = accumulate_node, accumulate_node.register_prehook(self._read_gradient)
+        node: Any = self._weight.view_as(self._weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self._node, self._handle = node, node.register_prehook(self._read)
+
+    @property
+    def sum(self) -> Any:  # noqa: ANN401 (an array of numpy)
+        """The components of `.grad`."""
+        return 0.0 if self._weight.grad is None else self._cells(self._weight.grad)
+
+    def close(self) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+
+    def _read(self, gradients: tuple[Tensor, ...]) -> None:
+        self.added = self._cells(gradients[0])
+
+    def _cells(self, gradient: Tensor) -> Any:  # noqa: ANN401 (an array of numpy)
+        # Use numpy, because a tensor would count as memory of the step. Indexing copies.
+        numbers: Any = gradient.detach().reshape(-1).numpy()
+        return numbers[self._indices]
+
+
+class MicroBatchView:
+    """An observer that reports the gradient of each micro-batch, and the sum so far.
+
+    Single-step mode reports every micro-batch with some of its samples; otherwise those of up to `NUM_SHOWN_STEPS`
+    steps. The sum is this rank's, even if the last backward has started to reduce it. No tensor is created.
+    """
+
+    def __init__(self, model: nn.Module, task: PlaygroundTask, observer: ViewObserver, *, steps: int) -> None:
+        self._observer = observer
+        self._encode = ENCODERS[task.name]
+        self._cells = GradientCells(model)
+        self._every = -(-steps // NUM_SHOWN_STEPS)
+        self._is_shown = False
+        self._samples: Mapping[str, Any] | None = None
+        self._previous_sum: Any = 0.0
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -62,45 +93,40 @@ class MicroBatchView:
 
     def begin(self, inputs: Tensor) -> None:
         """Record the inputs of the next micro-batch."""
-        self._grad = None
-        if self._observer.is_stepped:
-            self._samples = self._encode(inputs[:NUM_SAMPLES])
-            gradient = self._weight.grad
-            self._previous_sum = 0.0 if gradient is None else self._cells(gradient)
+        self._cells.added = None
+        if self._is_shown:
+            self._samples = self._encode(inputs[:NUM_SAMPLES]) if self._observer.is_stepped else None
+            self._previous_sum = self._cells.sum
 
     def observe(self, record: Record, /) -> None:
         """Report a micro-batch after its backward."""
+        if not isinstance(record, MicroBatchRecord):
+            return
+        if record.event == "begin":
+            self._is_shown = self._observer.is_stepped or record.step % self._every == 0
         # A BatchNorm policy may run all forwards before one backward, so there is no gradient per micro-batch.
-        if isinstance(record, MicroBatchRecord) and record.event == "end" and self._grad is not None and self._samples:
+        elif self._is_shown and self._cells.added is not None:
             self._observer.add_micro_batch(
                 {
                     "rank": record.rank,
                     "step": record.step,
                     "position": record.position,
                     "num_samples": record.num_samples,
-                    "samples": self._samples,
-                    "gradient": _rounded(self._grad),
-                    "sum": _rounded(self._previous_sum + self._grad),
+                    **({"samples": self._samples} if self._samples else {}),
+                    "gradient": rounded(self._cells.added),
+                    "sum": rounded(self._previous_sum + self._cells.added),
                 }
             )
-            self._samples, self._grad = {}, None
+            self._samples = self._cells.added = None
 
     def close(self) -> None:
         """Remove the hook."""
-        self._handle.remove()
-
-    def _read_gradient(self, gradients: tuple[Tensor, ...]) -> None:
-        if self._observer.is_stepped:
-            self._grad = self._cells(gradients[0])
-
-    def _cells(self, gradient: Tensor) -> Any:  # noqa: ANN401 (an array of numpy)
-        # Use numpy, because a tensor would count as memory of the step. Indexing copies.
-        numbers: Any = gradient.detach().reshape(-1).numpy()
-        return numbers[self._indices]
+        self._cells.close()
 
 
-def _rounded(numbers: Any) -> list[float]:  # noqa: ANN401 (an array of numpy)
-    return [float(f"{number:.4g}") for number in numbers]
+def rounded(numbers: Any) -> list[float | None]:  # noqa: ANN401 (an array of numpy)
+    """Return numbers with four significant digits; None for those that are not finite."""
+    return [finite(significant(float(number), 4)) for number in numbers]
 
 
 def _images(inputs: Tensor) -> Mapping[str, Any]:
@@ -120,9 +146,10 @@ def _texts(inputs: Tensor) -> Mapping[str, Any]:
     return {"kind": "texts", "values": [bytes(row).decode("ascii").strip("\n\0") for row in inputs.tolist()]}
 
 
-_ENCODERS: Mapping[str, Callable[[Tensor], Mapping[str, Any]]] = {
+ENCODERS: Mapping[str, Callable[[Tensor], Mapping[str, Any]]] = {
     "digits": _images,
     "shapes": _images,
     "spirals": _points,
     "text": _texts,
 }
+"""Samples of each task as JSON."""

@@ -13,13 +13,14 @@ from torch.optim.lr_scheduler import LinearLR
 from anybatch.engine.engine import Engine
 from anybatch.errors import MemoryExhaustedError, NonFiniteError
 from anybatch.norms import Policy, PolicyName
+from anybatch_guide.micro_batch_view import GradientCells, rounded
 from anybatch_guide.mistakes.mistake import loop_of
 from anybatch_guide.setting import PlaygroundSetting
 from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, cross_entropy
 from anybatch_guide.training import FINAL_FACTOR, MAX_NORM, Parts, batches_of, engine_of, limited, make, policy_of
 
 
-def first_gradient_difference(setting: PlaygroundSetting, task: PlaygroundTask, change: Tensor | None) -> float | None:
+def first_update_difference(setting: PlaygroundSetting, task: PlaygroundTask, change: Tensor | None) -> float | None:
     """Return |change - native change| / |native change| of the first step; None if it is missing or not finite."""
     if change is None:
         return None
@@ -98,25 +99,29 @@ def reference_run(setting: PlaygroundSetting, task: PlaygroundTask) -> "Referenc
 
 
 class ReferenceRun:
-    """A run on the native batch (the effective batch in one micro-batch), stepped in parallel with another run.
-
-    It stops if its loss is not finite.
-    """
+    """A run on the native batch (the effective batch in one micro-batch), stepped in parallel with another run."""
 
     def __init__(self, model: nn.Module, engine: Engine, data: Iterator[object]) -> None:
-        self._model, self._engine, self._data = model, engine, data
+        self.model, self._engine, self._data = model, engine, data
+        self._cells = GradientCells(model)
+
+    def step(self) -> tuple[float, list[float | None]] | None:
+        """Make one more step; return its loss and the shown components of its gradient, or None at the end of the data.
+
+        Raises:
+            NonFiniteError: if its loss is not finite.
+        """
+        for batch in itertools.islice(self._data, 1):
+            return float(self._engine.step(batch).loss), rounded(self._cells.added)
+        return None
 
     @torch.no_grad()
-    def step(self, model: nn.Module) -> float:
-        """Make one more step; return |parameters of `model` - reference parameters| / |reference parameters|."""
-        # The comparison below needs no gradients, but the step does.
-        with torch.enable_grad():
-            # One batch, or none at the end of the data.
-            for batch in itertools.islice(self._data, 1):
-                self._engine.step(batch)
-        expected = flat(self._model)
+    def difference(self, model: nn.Module) -> float:
+        """Return |parameters of `model` - reference parameters| / |reference parameters|."""
+        expected = flat(self.model)
         return float((flat(model) - expected).norm() / expected.norm())
 
     def close(self) -> None:
-        """Close the engine."""
+        """Close the engine, and remove the hook."""
         self._engine.close()
+        self._cells.close()

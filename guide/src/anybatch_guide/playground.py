@@ -1,17 +1,17 @@
 """The playground: a run of the engine, or of a loop with a mistake, streamed to the page."""
 
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import closing, suppress
 
 from anybatch.errors import DataError
 from anybatch_guide.experiment import Data, Emit
+from anybatch_guide.held_out import HeldOut
 from anybatch_guide.lines import RecordLines
 from anybatch_guide.loop_watch import LoopWatch
 from anybatch_guide.micro_batch_view import MicroBatchView
 from anybatch_guide.mistakes.mistake import loop_of
-from anybatch_guide.native_batch import first_gradient_difference, first_step, reference_run
+from anybatch_guide.native_batch import first_step, first_update_difference, reference_run
 from anybatch_guide.programs import as_command, as_python
 from anybatch_guide.rank_processes import RankProcesses
 from anybatch_guide.run_metrics import RunMetrics
@@ -26,7 +26,6 @@ def run(
     setting: PlaygroundSetting,
     emit: Emit,
     *,
-    clock: Callable[[], float] = time.monotonic,
     is_stepped: Callable[[], bool] = lambda: False,
 ) -> Data:
     """Train with a setting, and emit every micro-batch and step; `emit` may block to pause, or raise to end the run.
@@ -40,25 +39,33 @@ def run(
         engine.step(batch)
     ```
 
-    A reference run makes the same steps on one rank, without accumulation, memory limit or BatchNorm policy. After each
-    step, the event `guide.match` has the relative difference between the parameters of both runs, which may grow from
-    rounding alone. After the first step, `guide.first_gradient` has the relative difference between their gradients:
-    if it exceeds rounding, the training differs. A loss that is not finite, or a memory limit that is too low for any
-    micro-batch, ends the run with the status "failed".
+    A reference run makes the same steps on one rank, without accumulation, memory limit or BatchNorm policy. Before
+    each step, the event `guide.native` has its loss and gradient; after each step, `guide.match` has the relative
+    difference between the parameters of both runs, which may grow from rounding alone. After the first step,
+    `guide.first_update` has the relative difference between their first updates with SGD: if it exceeds rounding, the
+    training differs. At intervals, `guide.evaluation` has the accuracy of both on held-out samples. A loss that is not
+    finite, or a memory limit that is too low for any micro-batch, ends the run with the status "failed".
     """
     task = load(setting.task, norm=setting.norm)
     with isolated(), closing(reference_run(setting, task)) as reference:
+        held_out = HeldOut(task)
         parts = make(setting, task)
-        lines = RecordLines(emit, clock)
         metrics = RunMetrics(
-            setting, task, model=parts[0], reference=reference, lines=lines, clock=clock, is_stepped=is_stepped
+            setting,
+            task,
+            model=parts[0],
+            reference=reference,
+            held_out=held_out,
+            lines=RecordLines(emit),
+            is_stepped=is_stepped,
         )
+        metrics.begin()
         if setting.ranks > 1:
             with RankProcesses(setting) as ranks:
-                metrics.first_difference = first_gradient_difference(setting, task, ranks.first_step())
+                metrics.first_difference = first_update_difference(setting, task, ranks.first_step())
                 ranks.run(metrics, parts[0])
         else:
-            metrics.first_difference = first_gradient_difference(setting, task, first_step(setting, task))
+            metrics.first_difference = first_update_difference(setting, task, first_step(setting, task))
             with suppress(*RUN_ENDS):
                 (_run_loop if setting.mistake else run_engine)(setting, task, metrics, parts)
         return metrics.data()
@@ -77,7 +84,7 @@ def _run_loop(setting: PlaygroundSetting, task: PlaygroundTask, metrics: RunMetr
     loader = MicroBatches(task.rows, setting.micro_batch_size, setting.seed)
     with (
         warnings.catch_warnings(),
-        closing(MicroBatchView(model, task, metrics)) as view,
+        closing(MicroBatchView(model, task, metrics, steps=setting.steps)) as view,
         LoopWatch(setting, model=model, optimizer=optimizer, metrics=metrics, view=view) as watch,
     ):
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler", UserWarning)  # shown on purpose

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from anybatch.core.records import EndRecord, MicroBatchRecord, OutOfMemoryRecord, Record, ReductionRecord, StepRecord
+from anybatch.core.records import EndRecord, OutOfMemoryRecord, Record, ReductionRecord, StepRecord
 from anybatch.errors import NonFiniteError
 from anybatch.memory.trace import MemoryTimeline
 from anybatch_guide.experiment import Data
+from anybatch_guide.held_out import HeldOut
 from anybatch_guide.lines import RecordLines, finite
 from anybatch_guide.setting import PlaygroundSetting
 from anybatch_guide.tasks.spirals import surface
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
     from anybatch_guide.native_batch import ReferenceRun
 
 SURFACE_SIZE = 40
-NUM_SURFACES = 20
+NUM_EVALUATIONS = 20
 
 
 class RunMetrics:
     """An observer that streams a run's records to the page, and computes more metrics.
 
-    It adds the memory of one step, the difference from the reference run after each step, and, for the task `spirals`,
-    the predicted probabilities over the plane at intervals.
+    It adds the memory of one step, each step of the reference run and the difference from it, and at intervals the
+    accuracy and predictions of both networks, for the task `spirals` over the plane.
     """
 
     def __init__(
@@ -39,35 +40,37 @@ class RunMetrics:
         *,
         model: nn.Module,
         reference: "ReferenceRun",
+        held_out: HeldOut,
         lines: RecordLines,
-        clock: Callable[[], float],
         is_stepped: Callable[[], bool] = lambda: False,
     ) -> None:
         self.measured_step = min(1, setting.steps - 1)  # the first one also creates the optimizer state
-        self._setting, self._task, self._model = setting, task, model
+        self._setting, self._task, self._model, self._held_out = setting, task, model, held_out
         self._reference: ReferenceRun | None = reference
         self.first_difference: float | None = None
-        self._lines, self._clock, self._is_stepped = lines, clock, is_stepped
+        self._lines, self._is_stepped = lines, is_stepped
         self._sizes: list[int] = []
         self._reduced_bytes = 0
         self._steps: list[StepRecord] = []
+        self._native_losses: list[float | None] = []
         self._differences: list[float | None] = []
+        self._evaluations: list[Mapping[str, Any]] = []
         self._peak: Mapping[str, int] = {}
         self._status, self._message = "failed", ""
-        self._step_begin = 0.0
-        self._seconds: list[float] = []
+
+    def begin(self) -> None:
+        """Evaluate the untrained network, and make the first step of the reference run."""
+        self._evaluate(0)
+        self._step_reference()
 
     def observe(self, record: Record, /) -> None:
         """Update the metrics from a record, and stream it. Ranks other than the first send only micro-batches."""
         match record:
-            case MicroBatchRecord(event="begin", position=0, rank=0):
-                self._step_begin = self._clock()
             case ReductionRecord(event="begin", payload="gradients") if record.step == self.measured_step:
                 self._reduced_bytes += record.num_bytes
             case OutOfMemoryRecord(micro_batch_size_after=int(size)):
                 self._sizes.append(size)
             case StepRecord():
-                self._seconds.append(self._clock() - self._step_begin)
                 self._steps.append(record)
             case EndRecord():
                 self._status, self._message = record.status, record.message or ""
@@ -98,15 +101,17 @@ class RunMetrics:
             )
 
     def after_step(self, step: int) -> None:
-        """Step the reference run and stream the parameter difference; at intervals, stream the surface."""
+        """Stream the difference from the reference run; at intervals, evaluate; make the next reference step."""
         if step == 0:
-            self._lines.emit("first_gradient", relative_difference=self.first_difference)
-        difference = self._compare()
+            self._lines.emit("first_update", relative_difference=self.first_difference)
+        difference = None if self._reference is None else finite(self._reference.difference(self._model))
         self._differences.append(difference)
         self._lines.emit("match", step=step, relative_difference=difference)
-        every = max(1, self._setting.steps // NUM_SURFACES)
-        if self._task.name == "spirals" and ((step + 1) % every == 0 or step + 1 == self._setting.steps):
-            self._lines.emit("surface", step=step, size=SURFACE_SIZE, values=surface_of(self._model))
+        updates, every = step + 1, max(1, self._setting.steps // NUM_EVALUATIONS)
+        if updates % every == 0 or updates == self._setting.steps:
+            self._evaluate(updates)
+        if updates < self._setting.steps:
+            self._step_reference()
 
     def data(self) -> Data:
         """Return the metrics of the run, step by step."""
@@ -120,34 +125,38 @@ class RunMetrics:
                 None if step.gradient_norm is None else finite(float(step.gradient_norm)) for step in steps
             ],
             "learning_rates": [float(step.learning_rates[0]) for step in steps],
-            "first_gradient_difference": self.first_difference,
+            "native_losses": self._native_losses,
+            "first_update_difference": self.first_difference,
             "relative_differences": self._differences,
             "peak_bytes": sum(self._peak.values()),
             "peak": dict(self._peak),
-            "samples_per_second": self._samples_per_second(),
+            "evaluations": self._evaluations,
             "smaller_sizes": self._sizes,
             "reduced_bytes": self._reduced_bytes,
             "digest": digest_of(self._model),
         }
 
-    def _compare(self) -> float | None:
-        if self._reference is None:
-            return None
+    def _evaluate(self, updates: int) -> None:
+        """Stream the accuracy of both networks, and the predictions of the run."""
+        accuracy, answers = self._held_out.evaluate(self._model)
+        native = None if self._reference is None else self._held_out.evaluate(self._reference.model)[0]
+        evaluation = {"updates": updates, "accuracy": accuracy, "native_accuracy": native, "answers": answers}
+        self._evaluations.append(evaluation)
+        self._lines.emit("evaluation", **evaluation)
+        if self._task.name == "spirals":
+            self._lines.emit("surface", updates=updates, size=SURFACE_SIZE, values=surface_of(self._model))
+
+    def _step_reference(self) -> None:
+        """Make the next step of the reference run, and stream its loss and gradient."""
+        step = len(self._native_losses)
         try:
-            return finite(self._reference.step(self._model))
+            made = None if self._reference is None else self._reference.step()
         except NonFiniteError:
             # The reference run has diverged: stop comparing.
-            self._reference = None
-            return None
-
-    def _samples_per_second(self) -> float | None:
-        """Return the throughput after the measured step; None with a memory limit, which slows the run."""
-        if self._setting.memory_limit_kib:
-            return None
-        first = self.measured_step + 1
-        samples = sum(step.num_samples for step in self._steps[first:])
-        seconds = sum(self._seconds[first:])
-        return samples / seconds if samples and seconds else None
+            made = self._reference = None
+        loss, gradient = made or (None, None)
+        self._native_losses.append(loss)
+        self._lines.emit("native", step=step, loss=loss, gradient=gradient)
 
 
 def phase_peaks(timeline: MemoryTimeline) -> list[tuple[int | None, str, int]]:

@@ -21,7 +21,8 @@ from anybatch_guide.limits import Limits
 
 StreamLine = Mapping[str, Any]
 ESSENTIAL_KINDS: Final = frozenset({
-    "start", "step", "diagnosis", "evaluate", "checkpoint", "out_of_memory", "end", "guide.match"
+    "start", "step", "diagnosis", "evaluate", "checkpoint", "out_of_memory", "end", "guide.match", "guide.native",
+    "guide.first_update", "guide.memory", "guide.evaluation", "guide.surface"
 })  # fmt: skip
 
 _MAX_DIGITS: Final = 15

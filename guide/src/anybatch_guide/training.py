@@ -119,7 +119,7 @@ def limited(setting: PlaygroundSetting, task: PlaygroundTask, parts: Parts) -> A
 def run_engine(setting: PlaygroundSetting, task: PlaygroundTask, metrics: StepMetrics, parts: Parts) -> None:
     """Make the steps of a run in the engine, and record the memory of one of them."""
     # The view comes first: it reads a gradient before the engine's hook may send it.
-    with closing(MicroBatchView(parts[0], task, metrics)) as view:
+    with closing(MicroBatchView(parts[0], task, metrics, steps=setting.steps)) as view:
         engine = engine_of(
             setting,
             task,

@@ -105,7 +105,8 @@ def test_pause_one_micro_batch_and_stop(guide: Watched) -> None:
     for step, position in ((1, 1), (1, 2), (1, 3), (2, 1)):
         one.click()
         expect(where).to_have_text(f"step {step}, micro-batch {position} of 3, paused")
-        expect(part.locator(".seen p").first).to_have_text(f"micro-batch {position} of 3: 4 samples")
+        expect(part.locator(".seen .who")).to_have_text(f"micro-batch {position} of 3: 4 samples")
+        expect(part.locator(".seen .head")).to_have_text(f"Gradient step {step}")
         expect(part.locator(".seen path.gradient")).to_have_count(2)
         assert part.locator(".seen canvas").evaluate(BRIGHT) > 50
     button(part, "Resume").click()
@@ -117,12 +118,60 @@ def test_pause_one_micro_batch_and_stop(guide: Watched) -> None:
     assert int(steps(part).inner_text()) < 400
 
 
+def test_gradients_fill_in_every_run(guide: Watched) -> None:
+    """Without stepping, the strip shows the sums of micro-batches in the outline of the native batch, and changes."""
+    part = playground(guide.page, PlaygroundSetting(micro_batch_size=4, accumulation_steps=4, steps=60, seed=8))
+    button(part, "Train").click()
+    strip = part.locator(".seen path.gradient")
+    expect(part.locator(".seen .who")).to_contain_text("of 4: 4 samples")
+    expect(part.locator(".seen path.goal")).to_have_attribute("d", re.compile("M"))
+    first = strip.get_attribute("d")
+    expect(strip).not_to_have_attribute("d", first or "")
+    expect(steps(part)).to_have_text("60")
+    # The last sum fills the outline: both paths have nearly the same bars.
+    tops = "path => path.getAttribute('d').match(/v-?[\\d.]+/g).map(bar => Number(bar.slice(1)))"
+    filled, outline = (part.locator(f".seen path.{name}").evaluate(tops) for name in ("gradient", "goal"))
+    assert filled == pytest.approx(outline, abs=0.21)
+
+
+def test_a_preset_trains_in_one_click(guide: Watched) -> None:
+    """A preset sets the controls and trains; its text says what to look at; Train is in the first window."""
+    part = playground(guide.page, PlaygroundSetting())
+    guide.page.evaluate("document.getElementById('playground').scrollIntoView({behavior: 'instant'})")
+    expect(button(part, "Train")).to_be_in_viewport(ratio=1)
+    button(part, "Forgot to divide").click()
+    expect(part.get_by_label("Mistake", exact=True)).to_have_value("no_division")
+    expect(part.locator(".next")).to_contain_text("the loss leaves the chart")
+    expect(steps(part)).to_have_text("40")
+    expect(button(part, "Train")).to_be_enabled()
+    expect(part.locator(".judged.other")).to_contain_text("not divided")
+    highest = max(run(PlaygroundSetting(mistake="no_division"), lambda _: None)["losses"])
+    expect(part.locator("text.beyond").first).to_have_text(f"{highest:.3g}")
+
+
+def test_a_foreign_run_sets_the_controls(browser: Browser, server: Served, guide: Watched) -> None:
+    """A run that another tab has started is shown with its setting, also in a page that opens while it runs."""
+    setting = PlaygroundSetting(task="spirals", micro_batch_size=8, accumulation_steps=2, steps=400, seed=3)
+    part = playground(guide.page, setting)
+    button(part, "Train").click()
+    expect(steps(part)).to_have_text(re.compile(r"[1-9]"))
+    with visited(browser, server) as other:
+        place = come_to(other.page, "playground")
+        expect(place.get_by_label("Data", exact=True)).to_have_value("spirals")
+        expect(place.get_by_role("slider", name="Micro-batch")).to_have_attribute("aria-valuetext", "8 samples")
+        expect(place.locator("dl div", has_text="peak memory").locator(".note")).to_have_text("measured")
+        expect(place.locator("dl div", has_text="first-update error").locator("data")).to_be_visible()
+        assert other.faults == []
+    button(part, "Stop").click()
+    expect(button(part, "Train")).to_be_enabled()
+
+
 def test_two_ranks_run_live(guide: Watched) -> None:
     """On two ranks the page shows the losses of an equivalent run on one rank, and the bytes each rank sends."""
     setting = PlaygroundSetting(micro_batch_size=4, accumulation_steps=2, steps=4, seed=11, ranks=2)
     part = playground(guide.page, setting)
     button(part, "Run one micro-batch").click()
-    expect(part.locator(".seen p").first).to_contain_text("micro-batch 1 of 2: 4 samples")
+    expect(part.locator(".seen .who").first).to_contain_text("micro-batch 1 of 2: 4 samples")
     expect(part.locator(".where")).to_contain_text("on each rank, paused")
     button(part, "Resume").click()
     expect(steps(part)).to_have_text("4")
@@ -139,7 +188,7 @@ def test_two_ranks_run_live(guide: Watched) -> None:
     ("kib", "told", "judged"),
     [
         (2048, "repeated in micro-batches of 32, then 16. Each sample counts once.", "the same, up to rounding"),
-        (512, "cannot be smaller than one sample", "nothing to compare yet"),
+        (512, "To reduce memory: precision='bf16'; activation checkpointing;", "nothing to compare yet"),
     ],
 )
 def test_memory_runs_out(guide: Watched, kib: int, told: str, judged: str) -> None:

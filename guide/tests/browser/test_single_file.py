@@ -39,7 +39,7 @@ def test_recordings_are_embedded(browser: Browser, file: Path) -> None:
     """A task that a served page would fetch is embedded with its runs, without an engine."""
     with opened(browser, file.as_uri(), **DESKTOP) as watched:
         part = come_to(watched.page, "playground")
-        part.locator("label", has_text="shapes").click()
+        part.get_by_label("Data", exact=True).select_option("shapes")
 
         expect(part.locator("dl div", has_text="optimizer steps").locator("data")).not_to_have_text("0")
         expect(part.get_by_text("AdamW, batch norm (recorded)").first).to_be_visible()

@@ -5,8 +5,9 @@ import { expect, test } from "vitest";
 import { parse, read, write } from "../src/data/address";
 import { NO_PROGRESS, updatedProgress } from "../src/data/progress";
 import { storePins, storedPins } from "../src/data/pins";
-import { addressShape, commandLine, cut, effective, fromAddress, RunBuilder, byDrawnCategory, compareWithNative, stripLimit, nearest, predictedPeak, program, refusal, sameSetting, toAddress, total, withTask, type Opening, type Run } from "../src/data/runs";
+import { addressShape, commandLine, cut, effective, fromAddress, liveStrip, RunBuilder, byDrawnCategory, compareWithNative, nearest, predictedPeak, PRESETS, presetSetting, program, recordedStrip, refusal, sameSetting, toAddress, total, upTo, whyUnpredicted, withTask, type Opening, type Run } from "../src/data/runs";
 import type { Line, Setting } from "../src/data/types";
+import { peaksAbove } from "../src/math/curves";
 import { pixels } from "../src/math/images";
 import { cuts, pieces, shape } from "../src/sections/claims/claims";
 
@@ -70,7 +71,8 @@ test("lines of two ranks, a limit and single micro-batches build a run", () => {
   expect([builder.position, builder.second, builder.run.reduced_bytes]).toEqual([1, 2, 200]);
   builder.take([seen(1, 0), seen(0, 0), seen(1, 1)]);
   expect(builder.seen.map(({ rank, position }) => [rank, position])).toEqual([[0, 0], [1, 1]]);
-  expect(stripLimit(builder.seen[0]!)).toBe(3);
+  const { step: at, sum, native } = liveStrip([...builder.seen.slice(0, 1), { ...builder.seen[1]!, step: 0 }].map((one) => ({ ...one, step: 0 })), [{ step: 0, gradient: [4] }]);
+  expect([at, sum, native]).toEqual([0, [4], [4]]);
   builder.take([{ kind: "out_of_memory", micro_batch_size_before: 16, micro_batch_size_after: 8 }, { kind: "out_of_memory", micro_batch_size_before: 8, micro_batch_size_after: null }]);
   expect(builder.run.smaller_sizes).toEqual([8]);
 });
@@ -88,30 +90,62 @@ test("another task starts with its default values", () => {
   expect([shapes.norm, shapes.learning_rate]).toEqual([opening.beginnings.shapes.norm, opening.beginnings.shapes.adamw]);
 });
 
+const step = (number: number): Line => ({ kind: "step", step: number, num_samples: 64, loss: number === 1 ? "NaN" : 2.5, gradient_norm: 1, learning_rates: [0.1] });
+
 test("a run is built line by line", () => {
   const builder = new RunBuilder("a", usual);
-  const step = (number: number, time: number): Line => ({ kind: "step", step: number, num_samples: 64, loss: number === 1 ? "NaN" : 2.5, gradient_norm: 1, learning_rates: [0.1], time_seconds: time });
-  const begin = (number: number, time: number): Line => ({ kind: "micro_batch", event: "begin", step: number, position: 0, time_seconds: time });
-  builder.take([begin(0, 0), step(0, 5), begin(1, 5), step(1, 9), { kind: "guide.match", relative_difference: 0.5 }]);
-  builder.take([begin(2, 10), step(2, 12), { kind: "guide.memory", category_bytes: { weights: 2 } }, { kind: "guide.memory", category_bytes: { weights: 1 } }, { kind: "a kind from later" }]);
+  const evaluation = (updates: number): Line => ({ kind: "guide.evaluation", updates, accuracy: 0.5, native_accuracy: updates ? null : 0.5, answers: "73" });
+  builder.take([evaluation(0), { kind: "guide.native", step: 0, loss: 2.4, gradient: [1] }, step(0), { kind: "guide.match", relative_difference: 0.5 }]);
+  builder.take([{ kind: "guide.native", step: 1, loss: "Infinity", gradient: null }, { kind: "micro_batch", event: "begin", step: 1, position: 2, num_micro_batches: 16 }, step(1), evaluation(2), step(2)]);
+  builder.take([{ kind: "guide.memory", category_bytes: { weights: 2 } }, { kind: "guide.memory", category_bytes: { weights: 1 } }, { kind: "a kind from later" }]);
   expect(builder.run.losses).toEqual([2.5, null, 2.5]);
+  expect(builder.run.native_losses).toEqual([2.4, null]);
+  expect(builder.natives).toEqual([{ step: 0, gradient: [1] }]);
+  expect([builder.run.evaluated, builder.run.accuracies, builder.run.native_accuracies, builder.run.answers]).toEqual([[0, 2], [0.5, 0.5], [0.5, null], ["73", "73"]]);
+  expect([builder.position, builder.of]).toEqual([2, 16]);
   expect(builder.run.relative_differences).toEqual([0.5]);
-  expect(builder.run.samples_per_second).toBe(32);
   expect(builder.run.peak).toEqual({ weights: 2 });
-  builder.take([begin(3, 20)]);
-  builder.pause();
-  builder.take([step(3, 90), { kind: "end", status: "completed", digest: "abc" }]);
-  expect(builder.run.samples_per_second).toBe(32);
+  builder.take([step(3), { kind: "end", status: "completed", digest: "abc" }]);
   expect([builder.run.status, builder.run.digest]).toEqual(["completed", "abc"]);
 });
 
-test("a step whose first line was missed, as after a reload, has no speed", () => {
-  const builder = new RunBuilder("a", usual);
-  const step = (number: number, time: number): Line => ({ kind: "step", step: number, num_samples: 64, loss: 1, gradient_norm: 1, learning_rates: [0.1], time_seconds: time });
-  builder.take([step(20, 900)]);
-  expect(builder.run.samples_per_second).toBeNull();
-  builder.take([{ kind: "micro_batch", event: "begin", step: 21, position: 0, time_seconds: 900 }, step(21, 902), step(22, 990)]);
-  expect(builder.run.samples_per_second).toBe(32);
+test("each preset is a recorded run, so that it also works without an engine", () => {
+  const grids = ["digits", "spirals", "shapes", "text"].map((task) => (JSON.parse(readFileSync(new URL(`../recordings/playground_${task}.json`, import.meta.url), "utf-8")) as { data: { runs: Run[] } }).data);
+  const runs = [...opening.runs, ...grids.flatMap((grid) => grid.runs)];
+  const found = PRESETS.map((preset) => runs.find((run) => sameSetting(run.setting, presetSetting(preset, opening))));
+  expect(found.filter((run) => run === undefined)).toEqual([]);
+  expect(found.map((run) => compareWithNative(run as Run).kind)).toEqual(["other", "other", "same", "same", "same", "same"]);
+  expect(found[3]?.smaller_sizes.length).toBeGreaterThan(0);
+  // Their gradients are recorded: those of correct ones fill the outline, up to the rounding of the levels.
+  const strips = found.map((run) => recordedStrip(run as Run));
+  expect(strips.map((strip) => strip !== null)).toEqual([true, true, false, true, true, true]);
+  for (const strip of [strips[3], strips[4], strips[5]]) strip?.sum.forEach((level, place) => expect(Math.abs(level - (strip.native[place] ?? 0))).toBeLessThanOrEqual(2));
+  const undivided = recordedStrip(upTo(found[0] as Run, 1));
+  expect([undivided?.step, Math.max(...(undivided?.sum ?? []).map(Math.abs)), Math.max(...(undivided?.native ?? []).map(Math.abs))]).toEqual([0, 127, 32]);
+});
+
+test("a replay shows the first steps of every column", () => {
+  const begun = upTo(first, 7);
+  expect([begun.losses.length, begun.native_losses.length, begun.first_update_difference]).toEqual([7, 7, first.first_update_difference]);
+  expect(begun.evaluated.every((updates) => updates <= 7)).toBe(true);
+  expect(begun.evaluated.length).toBeGreaterThan(1);
+  expect([begun.accuracies.length, begun.answers.length]).toEqual([begun.evaluated.length, begun.evaluated.length]);
+  expect(upTo(first, 1).peak).toEqual({});
+});
+
+test("the native batch of a correct split has the same losses and accuracies", () => {
+  first.losses.forEach((loss, at) => expect(Math.abs((loss ?? 0) - (first.native_losses[at] ?? 0))).toBeLessThan(1e-3));
+  expect(first.accuracies.at(-1)).toBeGreaterThan(0.8);
+  expect(Math.abs((first.accuracies.at(-1) ?? 0) - (first.native_accuracies.at(-1) ?? 0))).toBeLessThan(0.01);
+});
+
+test("values above the axis are marked at the peak of each stretch", () => {
+  expect(peaksAbove({ x: [1, 2, 3, 4, 5, 6], y: [1, 5, 7, 2, Number.NaN, 4] }, 3)).toEqual([{ x: 3, y: 7 }, { x: 6, y: 4 }]);
+  expect(peaksAbove({ x: [1, 2, 3], y: [5, Number.NaN, 4] }, 3)).toEqual([{ x: 1, y: 5 }, { x: 3, y: 4 }]);
+  expect(peaksAbove({ x: [1], y: [3] }, 3)).toEqual([]);
+  const wrong = opening.runs.find(({ setting }) => setting.mistake === "no_division") as Run;
+  const losses = wrong.losses.map((loss) => loss ?? Number.NaN);
+  expect(peaksAbove({ x: losses.map((_, at) => at), y: losses }, 3.1)[0]?.y).toBe(Math.max(...losses));
 });
 
 test("merging seven categories into five loses nothing", () => {
@@ -139,11 +173,23 @@ test("memory is predicted from recorded runs, within five percent", () => {
   const asked = { ...usual, optimizer: "sgd" as const, micro_batch_size: 4, memory_limit_kib: 512 };
   expect(predictedPeak(asked, [...runs, ...limited])).toBe(predictedPeak(asked, runs));
   expect(predictedPeak({ ...usual, task: "text" }, runs)).toBeNull();
+  expect(predictedPeak({ ...usual, precision: "bf16" }, runs)).toBeNull();
+  expect(whyUnpredicted({ ...usual, precision: "bf16" })).toContain("bfloat16");
+});
+
+test("memory of text is predicted with and without accumulation", () => {
+  const { data } = JSON.parse(readFileSync(new URL("../recordings/playground_text.json", import.meta.url), "utf-8")) as { data: { runs: Run[] } };
+  const correct = data.runs.filter(({ setting }) => setting.mistake === "");
+  for (const run of correct) expect(predictedPeak(run.setting, data.runs)).toBe(total(run.peak));
+  for (const run of data.runs.filter(({ setting }) => setting.mistake !== "")) {
+    const found = predictedPeak({ ...run.setting, mistake: "" }, data.runs) ?? 0;
+    expect(Math.abs(found - total(run.peak)) / total(run.peak)).toBeLessThan(0.05);
+  }
 });
 
 test("a run is judged by its first update, with a reason for a difference", () => {
   const judged = (setting: Partial<Setting>, gradient: number | null, last: number | null) =>
-    compareWithNative({ ...first, setting: { ...usual, ...setting }, first_gradient_difference: gradient, relative_differences: last === null ? [] : [last] });
+    compareWithNative({ ...first, setting: { ...usual, ...setting }, first_update_difference: gradient, relative_differences: last === null ? [] : [last] });
   expect(judged({}, 1e-7, 1e-6).kind).toBe("same");
   expect(judged({}, 1e-7, 0.3)).toMatchObject({ kind: "drift", words: expect.stringContaining("rounding") as string });
   expect(judged({ mistake: "no_division" }, 3, 0.01)).toMatchObject({ kind: "other", words: expect.stringContaining("not divided") as string });

@@ -2,11 +2,6 @@
 
 from anybatch_guide import grid
 from anybatch_guide.experiment import Experiment
-from anybatch_guide.tasks.spirals import EXTENT
-from anybatch_guide.tasks.task import load
-
-_ROWS = load("spirals").rows
-_POINTS = zip(_ROWS.inputs.tolist(), _ROWS.targets.tolist(), strict=True)
 
 OPENING = Experiment(
     name="playground_opening",
@@ -19,11 +14,5 @@ OPENING = Experiment(
 )
 DIGITS = grid.experiment_of("digits", grid.digits_settings(), seconds=110)
 SHAPES = grid.experiment_of("shapes", grid.shapes_settings(), seconds=100)
-SPIRALS = grid.experiment_of(
-    "spirals",
-    grid.spirals_settings(),
-    seconds=20,
-    points=[[round(x, 3), round(y, 3), arm] for (x, y), arm in _POINTS],
-    extent=EXTENT,
-)
+SPIRALS = grid.experiment_of("spirals", grid.spirals_settings(), seconds=20)
 TEXT = grid.experiment_of("text", grid.text_settings(), seconds=40)

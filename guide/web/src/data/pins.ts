@@ -31,5 +31,5 @@ export function storedPins(store: Store): PinnedRun[] {
 
 function isPinnedRun(value: unknown): value is PinnedRun {
   const { run, from } = (value ?? {}) as Partial<PinnedRun>;
-  return typeof run?.setting?.task === "string" && Array.isArray(run.losses) && Array.isArray(run.relative_differences) && typeof from?.kind === "string";
+  return typeof run?.setting?.task === "string" && Array.isArray(run.losses) && Array.isArray(run.relative_differences) && Array.isArray(run.native_losses) && Array.isArray(run.accuracies) && typeof from?.kind === "string";
 }

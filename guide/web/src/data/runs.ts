@@ -1,4 +1,5 @@
 /** The playground's logic without the DOM: runs, building a run from lines, and the nearest recorded run. */
+import { formatBytes } from "../math/format";
 import { oneOf, real, whole, type ValueOf } from "./address";
 import type { Category, Line, Made, Setting } from "./types";
 
@@ -11,27 +12,44 @@ export interface Run {
   gradient_norms: (number | null)[];
   learning_rates: (number | null)[];
   relative_differences: (number | null)[];
+  native_losses: (number | null)[];
+  /** Numbers of updates after which both networks were evaluated on held-out samples. */
+  evaluated: number[];
+  accuracies: number[];
+  native_accuracies: (number | null)[];
+  /** Answers for the shown held-out samples: a character for each image, or a line for each sentence. */
+  answers: string[];
   /** Relative error of its first update, compared with the native batch (both with SGD at a rate of 1); null until it is reported. */
-  first_gradient_difference: number | null;
+  first_update_difference: number | null;
   /** Peak bytes of the inspected step, by category. */
   peak: Record<string, number>;
-  samples_per_second: number | null;
   /** Micro-batch sizes after each out-of-memory retry. */
   smaller_sizes: number[];
   /** Bytes of gradients that a rank sends per step. */
   reduced_bytes: number;
   digest: string | null;
-  surfaces: { step: number; values: string }[];
+  surfaces: { updates: number; values: string }[];
+  /** Recorded presets only: step, sum over micro-batches and ranks, and native gradient, as signed bytes in base64. */
+  gradients?: [number, string, string][];
 }
 
-/** One micro-batch in detail: some of its samples, and some components of the gradient. */
+export type Samples = { kind: "images"; side: number; values: string } | { kind: "points"; values: [number, number][] } | { kind: "texts"; values: string[] };
+
+/** One micro-batch in detail: some components of the gradient, and in a single-step run some of its samples. */
 export interface MicroBatchDetails {
   rank: number;
+  step: number;
   position: number;
   num_samples: number;
-  samples: { kind: "images"; side: number; values: string } | { kind: "points"; values: [number, number][] } | { kind: "texts"; values: string[] };
+  samples?: Samples;
   gradient: number[];
   sum: number[];
+}
+
+/** Held-out samples whose answers are shown, and the right answers. */
+export interface ShownSamples {
+  samples: Samples;
+  answers: string;
 }
 
 export interface Beginning {
@@ -52,12 +70,17 @@ export interface Opening {
   sample_bytes: Record<Setting["task"], number>;
   ghost_samples: number;
   first_micro_batches: MicroBatchDetails[];
+  first_native_gradient: number[];
+  shown: ShownSamples;
   programs: Record<string, string>;
   examples: { setting: Setting; python: string; command: string }[];
 }
 
 export interface Grid {
   runs: Run[];
+  shown?: ShownSamples;
+  /** The plane of spirals before the first update. */
+  untrained?: string;
   points?: [number, number, number][];
   extent?: number;
 }
@@ -77,6 +100,29 @@ export const MISTAKE_NAMES: Record<Setting["mistake"], string> = {
 
 export const POLICIES = ["keep", "exact", "ghost", "freeze", "sync"] as const;
 export const POLICY_NAMES: Record<Setting["norm_policy"], string> = { keep: "keep", exact: "exact", ghost: "groups of four", freeze: "freeze", sync: "sync" };
+
+/** A run that starts with one click. */
+export interface Preset {
+  name: string;
+  /** What to look at. */
+  look: string;
+  change: Partial<Setting>;
+}
+
+export const PRESETS: readonly Preset[] = [
+  { name: "Forgot to divide", change: { mistake: "no_division" }, look: "Four undivided micro-batches make each update four times as large: the bars pass their outline, and the loss leaves the chart." },
+  { name: "BatchNorm 4 × 16", change: { task: "shapes", micro_batch_size: 4, accumulation_steps: 16 }, look: "BatchNorm normalizes each micro-batch of four on its own, so the curves separate." },
+  { name: "BatchNorm, exact", change: { task: "shapes", micro_batch_size: 4, accumulation_steps: 16, norm_policy: "exact" }, look: "With the statistics of the whole batch, the curves coincide again. The price is memory." },
+  { name: "Out of memory, rescued", change: { micro_batch_size: 64, memory_limit_kib: 2048 }, look: "64 samples exceed the limit. The engine halves the micro-batch until the step fits, and repeats the step." },
+  { name: "Two ranks, uneven", change: { ranks: 2 }, look: "The last batch of an epoch has 29 samples: 15 for one rank, 14 for the other. The update stays exact." },
+  { name: "Two spirals", change: { task: "spirals" }, look: "The colour of a point is the network's answer there. Watch the boundary follow the arms." },
+];
+
+/** The setting of a preset: what it changes in the initial one, with the defaults of its task. */
+export function presetSetting(preset: Preset, opening: Opening): Setting {
+  const first = (opening.runs[0] as Run).setting;
+  return { ...withTask(first, preset.change.task ?? first.task, opening), ...preset.change };
+}
 
 const SHAPE = {
   task: oneOf(...TASKS),
@@ -116,6 +162,15 @@ export function effective(of: Setting): number {
 /** The split: 16 × 4, or 16 × 4 × 2 on two ranks. */
 export function cut(of: Setting): string {
   return [of.micro_batch_size, of.accumulation_steps, ...(of.ranks > 1 ? [of.ranks] : [])].join(" × ");
+}
+
+/** Name of a run: its task, split and what is special about it. */
+export function nameOf({ setting: of }: Run): string {
+  const mistake = of.mistake ? `, ${MISTAKE_NAMES[of.mistake]}` : "";
+  const norm = of.task === "shapes" ? `, ${of.norm} norm` : "";
+  const policy = of.norm_policy === "keep" ? "" : ` (${POLICY_NAMES[of.norm_policy]})`;
+  const limit = of.memory_limit_kib ? `, at most ${formatBytes(of.memory_limit_kib * 1024)}` : "";
+  return `${TASK_NAMES[of.task]} ${cut(of)}${of.ranks > 1 ? " ranks" : ""}, ${of.optimizer === "sgd" ? "SGD" : "AdamW"}${norm}${policy}${limit}${mistake}`;
 }
 
 /** Reason for refusing a setting, or null: the same rules as in guide/src/anybatch_guide/setting.py. */
@@ -161,7 +216,7 @@ export function nearest(wanted: Setting, runs: readonly Run[], changed?: keyof S
   return runs.filter((run) => run.setting.task === wanted.task).reduce<Run | undefined>((best, run) => (best === undefined || distance(run) < distance(best) ? run : best), undefined);
 }
 
-/** Predicted peak memory without a limit: interpolated between recorded runs that differ only in their split; null with fewer than two. */
+/** Predicted peak memory without a limit: recorded, or interpolated between recorded runs that differ only in their split; null with fewer than two. */
 export function predictedPeak(setting: Setting, runs: readonly Run[]): number | null {
   const isComparable = ({ setting: of, peak }: Run) =>
     of.task === setting.task && of.optimizer === setting.optimizer && of.norm === setting.norm && of.mistake === "" && of.precision === setting.precision &&
@@ -169,11 +224,16 @@ export function predictedPeak(setting: Setting, runs: readonly Run[]): number | 
     of.accumulation_steps > 1 === setting.accumulation_steps > 1 && total(peak) > 0;
   const known = new Map(runs.filter(isComparable).map((run) => [run.setting.micro_batch_size, total(run.peak)]));
   const sizes = [...known.keys()].sort((a, b) => a - b);
-  if (sizes.length < 2) return null;
+  if (sizes.length < 2) return known.get(setting.micro_batch_size) ?? null;
   const above = Math.min(sizes.length - 1, Math.max(1, sizes.findIndex((size) => size >= setting.micro_batch_size) < 0 ? sizes.length - 1 : sizes.findIndex((size) => size >= setting.micro_batch_size)));
   const [low, high] = [sizes[above - 1] as number, sizes[above] as number];
   const [from, to] = [known.get(low) ?? 0, known.get(high) ?? 0];
   return from + ((setting.micro_batch_size - low) / (high - low)) * (to - from);
+}
+
+/** Why the peak memory of a setting is not predicted. */
+export function whyUnpredicted(setting: Setting): string {
+  return setting.precision === "bf16" ? "bfloat16: not predicted" : "too few recordings";
 }
 
 export interface RunComparison {
@@ -203,7 +263,7 @@ const LATER = "the first update is correct; the mistake appears when a batch doe
 export function compareWithNative(run: Run): RunComparison {
   const { mistake, precision, norm, norm_policy: policy } = run.setting;
   const rounding = precision === "bf16" ? 5e-2 : 1e-4;
-  const first = run.first_gradient_difference;
+  const first = run.first_update_difference;
   const last = run.relative_differences.findLast((value) => value !== null) ?? null;
   if (first === null && last === null) return { kind: "none", words: "nothing to compare yet" };
   if (first !== null && first >= rounding) {
@@ -241,11 +301,6 @@ export function commandLine(setting: Setting, usual: Setting): string {
   return ["python -m anybatch_guide.play", ...words].join(" ");
 }
 
-/** The scale of a micro-batch's strips: the largest value shown. */
-export function stripLimit(seen: MicroBatchDetails): number {
-  return Math.max(...seen.gradient.map(Math.abs), ...seen.sum.map(Math.abs));
-}
-
 /** Bytes by the five categories that are drawn; small ones are merged with the most similar category. */
 export function byDrawnCategory(peak: Record<string, number>): Partial<Record<Category, number>> {
   return {
@@ -261,46 +316,96 @@ export function total(peak: Record<string, number>): number {
   return Object.values(peak).reduce((sum, bytes) => sum + bytes, 0);
 }
 
+/** The gradient of a step as a strip: the sum so far over all ranks, in the outline of the native batch's gradient. */
+export interface GradientStrip {
+  step: number | null;
+  sum: readonly number[];
+  native: readonly number[];
+  /** The latest micro-batch of each rank; empty for a recorded step. */
+  seen: readonly MicroBatchDetails[];
+}
+
+/** The latest recorded gradient of a run. */
+export function recordedStrip({ gradients, losses }: Run): GradientStrip | null {
+  const last = gradients?.findLast(([step]) => step < losses.length);
+  return last ? { step: last[0], sum: signedBytes(last[1]), native: signedBytes(last[2]), seen: [] } : null;
+}
+
+/** The gradient of the current step from the latest micro-batch of each rank. */
+export function liveStrip(seen: readonly MicroBatchDetails[], natives: readonly { step: number; gradient: number[] }[]): GradientStrip {
+  const step = Math.max(...seen.map((one) => one.step), natives[0]?.step ?? 0);
+  const current = seen.filter((one) => one.step === step);
+  const sum = (current[0]?.sum ?? []).map((_, at) => current.reduce((total, one) => total + (one.sum[at] ?? 0), 0));
+  return { step: current.length ? step : null, sum, native: natives.find((native) => native.step === step)?.gradient ?? [], seen: current };
+}
+
+function signedBytes(text: string): number[] {
+  return [...new Int8Array(Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer)];
+}
+
+/** A run before its first step. */
+export function emptyRun(setting: Setting): Run {
+  return {
+    setting,
+    status: "running",
+    losses: [],
+    gradient_norms: [],
+    learning_rates: [],
+    relative_differences: [],
+    native_losses: [],
+    evaluated: [],
+    accuracies: [],
+    native_accuracies: [],
+    answers: [],
+    first_update_difference: null,
+    peak: {},
+    smaller_sizes: [],
+    reduced_bytes: 0,
+    digest: null,
+    surfaces: [],
+  };
+}
+
+/** The first `count` steps of a run. */
+export function upTo(run: Run, count: number): Run {
+  const cut = <Value>(values: Value[]): Value[] => values.slice(0, count);
+  const evaluations = run.evaluated.filter((updates) => updates <= count).length;
+  return {
+    ...run,
+    losses: cut(run.losses),
+    gradient_norms: cut(run.gradient_norms),
+    learning_rates: cut(run.learning_rates),
+    relative_differences: cut(run.relative_differences),
+    native_losses: cut(run.native_losses),
+    evaluated: run.evaluated.slice(0, evaluations),
+    accuracies: run.accuracies.slice(0, evaluations),
+    native_accuracies: run.native_accuracies.slice(0, evaluations),
+    answers: run.answers.slice(0, evaluations),
+    surfaces: run.surfaces.filter(({ updates }) => updates <= count),
+    ...(count < 2 ? { peak: {} } : {}),
+    ...(count < 1 ? { first_update_difference: null } : {}),
+  };
+}
+
 /** A run that is built line by line. */
 export class RunBuilder {
   readonly run: Run;
   readonly id: string;
   made: Made | null = null;
-  /** Current step and micro-batch, both from 0. */
+  /** Current step and micro-batch, both from 0, and the micro-batches of the step. */
   step = 0;
   position = -1;
+  of = 0;
   /** Current micro-batch of the second rank. */
   second = -1;
-  /** Details of the latest micro-batch of each rank, in a single-step run. */
+  /** Details of the latest micro-batch of each rank. */
   seen: MicroBatchDetails[] = [];
-  /** Start of the current step; null if its first line was missed, as after a reload. */
-  #begun: number | null = null;
-  #samples = 0;
-  #seconds = 0;
-  #paused = false;
+  /** Gradients of the native batch in the latest steps. */
+  natives: { step: number; gradient: number[] }[] = [];
 
   constructor(id: string, setting: Setting) {
     this.id = id;
-    this.run = {
-      setting,
-      status: "running",
-      losses: [],
-      gradient_norms: [],
-      learning_rates: [],
-      relative_differences: [],
-      first_gradient_difference: null,
-      peak: {},
-      samples_per_second: null,
-      smaller_sizes: [],
-      reduced_bytes: 0,
-      digest: null,
-      surfaces: [],
-    };
-  }
-
-  /** Exclude a paused step from the speed. */
-  pause(): void {
-    this.#paused = true;
+    this.run = emptyRun(setting);
   }
 
   take(lines: readonly Line[]): void {
@@ -317,17 +422,25 @@ export class RunBuilder {
         }
         this.step = Number(line["step"]);
         this.position = Number(line["position"]);
-        if (line["event"] === "begin" && this.position === 0) this.#begun = Number(line["time_seconds"]);
+        this.of = Number(line["num_micro_batches"]);
         break;
-      case "step": {
+      case "step":
         run.losses.push(finite(line["loss"]));
         run.gradient_norms.push(finite(line["gradient_norm"]));
         run.learning_rates.push(finite((line["learning_rates"] as unknown[])[0]));
-        this.#time(line);
         break;
-      }
-      case "guide.first_gradient":
-        run.first_gradient_difference = finite(line["relative_difference"]);
+      case "guide.native":
+        run.native_losses.push(finite(line["loss"]));
+        if (line["gradient"]) this.natives = [...this.natives.slice(-1), { step: Number(line["step"]), gradient: line["gradient"] as number[] }];
+        break;
+      case "guide.evaluation":
+        run.evaluated.push(Number(line["updates"]));
+        run.accuracies.push(Number(line["accuracy"]));
+        run.native_accuracies.push(finite(line["native_accuracy"]));
+        run.answers.push(String(line["answers"]));
+        break;
+      case "guide.first_update":
+        run.first_update_difference = finite(line["relative_difference"]);
         break;
       case "guide.micro_batch": {
         const one = line as unknown as MicroBatchDetails;
@@ -349,7 +462,7 @@ export class RunBuilder {
         break;
       }
       case "guide.surface":
-        run.surfaces.push({ step: Number(line["step"]), values: String(line["values"]) });
+        run.surfaces.push({ updates: Number(line["updates"]), values: String(line["values"]) });
         break;
       case "end":
         run.status = line["status"] as Run["status"];
@@ -357,17 +470,6 @@ export class RunBuilder {
         run.digest = (line["digest"] as string | null) ?? null;
         break;
     }
-  }
-
-  /** The first two steps are slow: one creates the optimizer state, the other is inspected. */
-  #time(line: Line): void {
-    if (this.#begun !== null && Number(line["step"]) > 1 && !this.#paused && !this.run.setting.memory_limit_kib) {
-      this.#samples += Number(line["num_samples"]);
-      this.#seconds += Number(line["time_seconds"]) - this.#begun;
-      if (this.#seconds > 0) this.run.samples_per_second = this.#samples / this.#seconds;
-    }
-    this.#begun = null;
-    this.#paused = false;
   }
 }
 

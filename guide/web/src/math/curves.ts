@@ -55,6 +55,23 @@ export function zoomed([from, to]: readonly [number, number], [first, last]: rea
   return [begin, begin + width];
 }
 
+/** For each stretch of a curve above the limits of its axis, the highest point; infinite values do not count. */
+export function peaksAbove(curve: Curve, most: number): { x: number; y: number }[] {
+  const peaks: { x: number; y: number }[] = [];
+  let inside = true;
+  curve.x.forEach((x, at) => {
+    const y = curve.y[at] ?? Number.NaN;
+    const last = peaks.at(-1);
+    if (!(y > most) || !Number.isFinite(y)) inside = true;
+    else {
+      if (inside || !last) peaks.push({ x, y });
+      else if (y > last.y) Object.assign(last, { x, y });
+      inside = false;
+    }
+  });
+  return peaks;
+}
+
 /** Add some margin above and below, and include zero if it is near. */
 export function spread([least, most]: readonly [number, number], log: boolean): [number, number] {
   if (log) {

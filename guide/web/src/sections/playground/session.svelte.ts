@@ -1,0 +1,245 @@
+/** The state of the playground: the setting of the controls, the run on the stage, and pinned runs. */
+import { parse, read, write } from "../../data/address";
+import { announce } from "../../data/announce.svelte";
+import { command, guide, onLines, onResult, start } from "../../data/guide.svelte";
+import { storePins, storedPins, type PinnedRun } from "../../data/pins";
+import { fetchRecording, recording } from "../../data/recordings";
+import {
+  addressShape, effective, emptyRun, fromAddress, liveStrip, nearest, nameOf, predictedPeak, presetSetting, recordedStrip, refusal, RunBuilder, sameSetting, TASKS, toAddress, upTo, withTask,
+  type GradientStrip, type Grid, type Opening, type Preset, type Run,
+} from "../../data/runs";
+import type { From, Made, Setting } from "../../data/types";
+
+export const MAX_PINNED = 4;
+const REPLAY_STEPS_PER_SECOND = 25;
+
+export class Session {
+  readonly opening = recording<Opening>("playground_opening").data;
+  readonly first = this.opening.runs[0] as Run;
+  readonly openingFrom: From = { kind: "recorded", name: "playground_opening" };
+
+  /** The setting of the controls; each run has its own. */
+  setting: Setting = $state({ ...this.first.setting });
+  preset = $state.raw<Preset | null>(null);
+  /** The displayed run; null before the first one. */
+  held = $state.raw<PinnedRun | null>(null);
+  pinned: PinnedRun[] = $state.raw([]);
+  grids: Partial<Record<Setting["task"], Grid>> = $state.raw({});
+  liveRun = $state.raw<RunBuilder | null>(null);
+  /** Number of steps that the replay has reached; null without a replay. */
+  replayed: number | null = $state(null);
+  /** Number of micro-batches shown of the first recorded step, without an engine. */
+  walked = $state(0);
+  /** Whether the nearest recorded run replaced the wanted one. */
+  snapped = $state(false);
+  tick = $state(0);
+  /** The run that ended last. */
+  #ended = $state.raw<RunBuilder | null>(null);
+  /** Id of the run that this page started. */
+  #started = "";
+  #frame = 0;
+
+  readonly live = $derived(guide.mode === "live");
+  readonly why = $derived(refusal(this.setting, this.opening));
+  readonly link = $derived(write("playground", toAddress(this.setting)));
+  readonly isRunning = $derived(this.liveRun !== null && guide.status.run === this.liveRun.id);
+  readonly isDone = $derived(this.liveRun === null && this.replayed === null);
+  readonly canTrain = $derived(guide.ready && this.why === null && (!this.live || guide.status.worker === "idle"));
+  readonly recordedRuns: PinnedRun[] = $derived([
+    ...this.opening.runs.map((run) => ({ run, from: this.openingFrom })),
+    ...TASKS.flatMap((task) => (this.grids[task]?.runs ?? []).map((run): PinnedRun => ({ run, from: { kind: "recorded", name: `playground_${task}` } }))),
+  ]);
+  /** The run on the stage: the current run, the displayed one, or the setting before its first step. */
+  readonly shown: PinnedRun = $derived.by(() => {
+    void this.tick;
+    if (this.liveRun) return { run: { ...this.liveRun.run }, from: fromNow(this.liveRun.made) };
+    if (this.held === null) return { run: emptyRun(this.setting), from: { kind: "chosen", note: "nothing has run yet" } };
+    return this.replayed === null ? this.held : { run: upTo(this.held.run, this.replayed), from: this.held.from };
+  });
+  /** A recorded run with the same initial weights and first batch. */
+  readonly alike: PinnedRun | undefined = $derived.by(() => {
+    const { setting } = this.shown.run;
+    return this.recordedRuns.find(({ run: { setting: of } }) => of.task === setting.task && of.norm === setting.norm && of.seed === setting.seed && effective(of) === effective(setting));
+  });
+  /** Position of the current run. */
+  readonly at = $derived.by(() => {
+    void this.tick;
+    const { step, position, of, second } = this.liveRun ?? { step: 0, position: -1, of: 0, second: -1 };
+    return { step, position, of, second };
+  });
+  /** The gradient of the current step, live or recorded; null if it is neither. */
+  readonly strip: { strip: GradientStrip; from: From } | null = $derived.by(() => {
+    void this.tick;
+    const builder = this.liveRun ?? (this.#ended?.run === this.held?.run ? this.#ended : null);
+    if (builder) return { strip: liveStrip(builder.seen, builder.natives), from: fromNow(builder.made) };
+    const { run, from } = this.shown;
+    const recorded = recordedStrip(run);
+    if (recorded) return { strip: recorded, from };
+    if (!this.walked && !(run.losses.length === 0 && sameSetting(run.setting, this.first.setting))) return null;
+    const seen = this.opening.first_micro_batches.slice(0, this.walked).slice(-1);
+    return { strip: liveStrip(seen, [{ step: 0, gradient: this.opening.first_native_gradient }]), from: this.openingFrom };
+  });
+
+  predicted(of: Setting): number | null {
+    return predictedPeak(of, this.recordedRuns.map(({ run }) => run));
+  }
+
+  choices(key: "micro_batch_size" | "accumulation_steps" | "memory_limit_kib"): number[] {
+    const found = this.recordedRuns.filter(({ run }) => run.setting.task === this.setting.task).map(({ run }) => run.setting[key]);
+    return [...new Set(found)].sort((a, b) => a - b);
+  }
+
+  async load(task: Setting["task"]): Promise<void> {
+    if (this.grids[task]) return;
+    const grid = await fetchRecording<Grid>(`playground_${task}`).catch(() => null);
+    if (grid) this.grids = { ...this.grids, [task]: grid.data };
+  }
+
+  choose<Key extends keyof Setting>(key: Key, value: Setting[Key]): void {
+    const { opening, setting } = this;
+    this.preset = null;
+    if (key === "task") this.setting = withTask({ ...setting, mistake: "" }, value as Setting["task"], opening);
+    else if (key === "optimizer") this.setting = { ...setting, optimizer: value as Setting["optimizer"], learning_rate: opening.beginnings[setting.task][value as Setting["optimizer"]] };
+    else this.setting = { ...setting, [key]: value, ...(key === "norm" ? { norm_policy: "keep" as const } : {}) };
+    void this.#changed(key);
+  }
+
+  /** Apply a preset, and train it. */
+  async choosePreset(preset: Preset): Promise<void> {
+    this.setting = presetSetting(preset, this.opening);
+    this.preset = preset;
+    await this.#changed();
+    await this.train();
+  }
+
+  /** After a change: without an engine, show the recorded run of the setting, or the nearest one; with an engine, keep the displayed run until the next training. */
+  async #changed(key?: keyof Setting): Promise<void> {
+    this.snapped = false;
+    this.replayed = null;
+    this.walked = 0;
+    if (this.liveRun && !this.isRunning) {
+      this.held = { run: this.liveRun.run, from: fromNow(this.liveRun.made) };
+      this.liveRun = null;
+    }
+    await this.load(this.setting.task);
+    if (!this.live) {
+      const exact = this.recordedRuns.find(({ run }) => sameSetting(run.setting, this.setting));
+      if (exact) this.held = exact;
+      else this.#snap(key);
+    } else if (this.held?.from.kind === "recorded") this.held = null;
+    if (history.replaceState) history.replaceState(history.state, "", this.link);
+  }
+
+  #snap(key?: keyof Setting): void {
+    const near = nearest(this.setting, this.recordedRuns.map(({ run }) => run), key);
+    const found = this.recordedRuns.find(({ run }) => run === near);
+    if (!found) return;
+    this.setting = { ...found.run.setting };
+    this.held = found;
+    this.snapped = true;
+    announce(`Showing the nearest recorded run: ${nameOf(found.run)}.`);
+  }
+
+  async train(paused = false): Promise<string | null> {
+    if (!this.live) return this.#replay();
+    const id = await start({ kind: "playground", setting: { ...this.setting }, paused });
+    this.#started = id ?? this.#started;
+    // A short run may have started, and even ended, before the response arrives.
+    if (id !== null && id !== this.#ended?.id && this.liveRun?.id !== id) this.liveRun = new RunBuilder(id, { ...this.setting });
+    return id;
+  }
+
+  /** Without an engine, replay the recorded run; with reduced motion, show it immediately. */
+  async #replay(): Promise<null> {
+    await this.load(this.setting.task);
+    this.walked = 0;
+    this.held = this.recordedRuns.find(({ run }) => sameSetting(run.setting, this.setting)) ?? this.held;
+    if (this.held === null || matchMedia("(prefers-reduced-motion: reduce)").matches) return null;
+    const { length } = this.held.run.losses;
+    const pace = Math.max(REPLAY_STEPS_PER_SECOND, length / 4);
+    const begun = performance.now();
+    this.replayed = 0;
+    const go = (now: number) => {
+      if (this.replayed === null) return;
+      this.replayed = Math.max(0, Math.floor(((now - begun) / 1000) * pace));
+      if (this.replayed >= length) this.replayed = null;
+      else requestAnimationFrame(go);
+    };
+    requestAnimationFrame(go);
+    return null;
+  }
+
+  async oneMicroBatch(): Promise<void> {
+    if (!this.live) {
+      this.walked = (this.walked % this.opening.first_micro_batches.length) + 1;
+      return;
+    }
+    await command("micro", this.isRunning ? guide.status.run : await this.train(true));
+  }
+
+  pin(): void {
+    const { run, from } = this.shown;
+    if (this.pinned.length >= MAX_PINNED || run.losses.length === 0) return;
+    this.setPins([...this.pinned, { run: { ...run }, from }]);
+    announce(`Pinned. ${this.pinned.length} of ${MAX_PINNED}.`);
+  }
+
+  setPins(pins: PinnedRun[]): void {
+    this.pinned = pins;
+    storePins(pins, sessionStorage);
+  }
+
+  #arrive = (): void => {
+    const { section, values } = parse(location.hash);
+    if (section !== "playground" || [...values.keys()].length === 0) return;
+    const wish = fromAddress(read(addressShape, values, toAddress(this.setting)));
+    if (sameSetting(wish, this.setting)) return;
+    this.setting = wish;
+    this.preset = null;
+    void this.#changed();
+  };
+
+  /** Follow the runs of the engine, and the address; the result ends it. */
+  open(): () => void {
+    this.pinned = storedPins(sessionStorage);
+    const stops = [
+      onLines((id, lines) => {
+        if (this.liveRun?.id !== id) {
+          const started = guide.status.run === id && guide.status.kind === "playground" ? guide.status.setting : undefined;
+          if (!started) return;
+          this.liveRun = new RunBuilder(id, started);
+          // A run of another tab, or of this one before a reload: the controls follow it.
+          if (id !== this.#started) this.setting = { ...started };
+        }
+        this.liveRun.take(lines);
+        this.#draw();
+      }),
+      onResult((result) => {
+        if (result.name !== "playground" || !this.liveRun) return;
+        this.#ended = this.liveRun;
+        this.liveRun.made = result.made;
+        this.held = { run: this.liveRun.run, from: fromNow(result.made) };
+        this.liveRun = null;
+      }),
+    ];
+    window.addEventListener("hashchange", this.#arrive);
+    this.#arrive();
+    return () => {
+      for (const stop of stops) stop();
+      cancelAnimationFrame(this.#frame);
+      window.removeEventListener("hashchange", this.#arrive);
+    };
+  }
+
+  /** Messages arrive faster than frames: redraw once per frame. */
+  #draw(): void {
+    this.#frame ||= requestAnimationFrame(() => {
+      this.#frame = 0;
+      this.tick += 1;
+    });
+  }
+}
+
+function fromNow(made: Made | null): From {
+  return made ? { kind: "live", name: "playground", made } : { kind: "live", name: "playground" };
+}
