@@ -260,7 +260,7 @@ def test_sliders_of_an_exported_playground_work_first(browser: Browser, address:
         page = watched.page
         part = page.locator("#playground")
         expect(part.locator(".which")).to_have_text("digits 16 \u00d7 4, SGD (ready, at step 0)")
-        expect(part.locator("dl dd").first).to_have_text("2.30")
+        expect(part.locator("dl div", has_text="current loss").locator("dd").first).to_have_text("2.30")
         slider = part.get_by_role("slider", name="Micro-batch")
         expect(slider).to_have_attribute("max", "3")
         slider.press("End")
