@@ -36,7 +36,7 @@ class ViewObserver(Protocol):
 class GradientCells:
     """The shown components of a model's gradient: evenly spaced in the weight of its last layer.
 
-    `added` has those of the latest backward, read where autograd accumulates them, before the engine's hooks.
+    `added` holds the latest backward's components, read where autograd accumulates them, before the engine's hooks.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -69,8 +69,8 @@ class GradientCells:
 class MicroBatchView:
     """An observer that reports the gradient of each micro-batch, and the sum so far.
 
-    Single-step mode reports every micro-batch with some of its samples; otherwise those of up to `NUM_SHOWN_STEPS`
-    steps. The sum is this rank's, even if the last backward has started to reduce it. No tensor is created.
+    Single-step mode reports every micro-batch with some of its samples; otherwise up to `NUM_SHOWN_STEPS` steps are
+    reported. The sum is this rank's, even if the last backward has started to reduce it. No tensor is created.
     """
 
     def __init__(self, model: nn.Module, task: PlaygroundTask, observer: ViewObserver, *, steps: int) -> None:
@@ -125,7 +125,7 @@ class MicroBatchView:
 
 
 def rounded(numbers: Any) -> list[float | None]:  # noqa: ANN401 (an array of numpy)
-    """Return numbers with four significant digits; None for those that are not finite."""
+    """Return numbers with four significant digits; None for NaN and infinities."""
     return [finite(significant(float(number), 4)) for number in numbers]
 
 
