@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import anybatch as ab
-from anybatch.errors import BatchSizeError
+from anybatch.errors import UserError
 from anybatch.events.jsonl import read_jsonl
 
 
@@ -37,7 +37,7 @@ def test_sizes_are_those_of_the_engine(tmp_path: Path) -> None:
     assert (first["effective_batch_size"], first["micro_batch_size"], first["world_size"]) == (64, 8, 2)
     assert (other["geometry"], other["effective_batch_size"]) == ("not recorded", None)
     with (
-        pytest.raises(BatchSizeError, match="effective_batch_size='64'"),
+        pytest.raises(UserError, match="effective_batch_size='64'"),
         ab.record(tmp_path, effective_batch_size="64"),
     ):
         pass

@@ -34,8 +34,6 @@ _NORM_WEIGHT = 0.5
 """Weight of a deviation of a gradient norm, whose distribution has heavier tails than that of the loss."""
 _FLOOR = 0.05
 """Lower bound of the standard deviation of the logarithms; smaller scatter is ignored."""
-_MEDIAN_ERROR = math.sqrt(math.pi / 2)
-"""Standard error of the median of n normally distributed values, times sqrt(n), in standard deviations."""
 _CHANCE_GROWTH, _CHANCE_START = 0.6, 130
 """The lowest of n noisy levels counts as too low by 0.6 log(n / 130) of their standard errors. That is 4 errors for
 100,000 steps, as expected by chance, and less for runs of hundreds of steps, on which the thresholds were tuned."""
@@ -51,15 +49,14 @@ class SpikeRule:
     """Thresholds for a spike. The defaults were tuned on small runs, see `benchmarks/spike_watch.py`.
 
     The *level* of a gradient norm is the median of the newer half of the window, a number of recent steps. The level of
-    a loss is the lowest such median so far, since a loss should never rise; a median below the current one counts only
-    as far as it is not the lowest by chance. The *deviation* of a value is the distance
-    of its logarithm above the logarithm of the level, divided by the scatter of the window (a robust standard
-    deviation, about the trend).
+    a loss is the lowest such median so far, corrected for chance, since a loss should never rise. The *deviation* is
+    the distance of a value's logarithm above the logarithm of the level, divided by the scatter of the window (a robust
+    standard deviation, about the trend).
 
     A *jump* is one value with a deviation above 8. A *rise* is a sum over steps: for a shift k of 1 to 3 deviations,
     each value adds its deviation minus k, a negative sum is set to 0, and a sum above `strictness` / k is a rise. For
-    normally distributed values with a known level this happens by chance in about exp(-2 strictness) of the steps; with
-    level and scatter estimated from a window, in about 1 of 40,000 steps.
+    normally distributed values this happens by chance in about 1 of 40,000 steps (exp(-2 strictness), if level and
+    scatter were known).
 
     A loss near zero scatters by more than half of its value, so its logarithm jumps with any hard sample. For such a
     loss, a spike must also exceed 15% of the total decrease since the beginning of the run.
@@ -214,14 +211,11 @@ class _Series:
         return Spike(step, quantity, form, value, math.exp(level), deviations, num_steps)
 
     def _above_chance(self, level: float, deviation: float) -> tuple[float, float]:
-        """Return the lowest level so far, corrected for chance, and its scatter.
-
-        Without the correction, the level of a loss that has stopped falling would sink forever.
-        """
+        """Return the lowest level so far, corrected for chance (or it would sink forever), and its scatter."""
         self._num_levels += 1
         self._lowest = min(self._lowest, (level, deviation))
         deviation = max(deviation, self._lowest[1])
-        error = deviation * _MEDIAN_ERROR / math.sqrt(len(self._window) // 2)
+        error = deviation * math.sqrt(math.pi / 2 / (len(self._window) // 2))  # of a median of normal values
         num_errors = _CHANCE_GROWTH * max(0.0, math.log(self._num_levels / _CHANCE_START))
         return min(level, self._lowest[0] + num_errors * error), deviation
 

@@ -35,15 +35,14 @@ from anybatch.core.records import (
     StepRecord,
 )
 from anybatch.core.splitting import SplitOptions, plan_batch
-from anybatch.errors import BatchSizeError, UserError
-from anybatch.events.log_lines import NOT_RECORDED, SCHEMA_VERSION, JsonLine, decoded_object, read_jsonl
+from anybatch.errors import UserError
+from anybatch.events.log_lines import SCHEMA_VERSION, JsonLine, decoded_object, read_jsonl
 from anybatch.events.observer import ClosingObserver
 
 __all__ = ["JsonLine", "JsonlLog", "line_of", "read_jsonl", "record"]
 
 _LINE_START = b'{"version":'
-_TAIL_BYTES = 4 << 20
-"""Bytes read from the end of a log, more than its last two lines have."""
+_TAIL_BYTES = 4 << 20  # read from the end of a log, more than its last two lines have
 
 
 class JsonlLog(ClosingObserver):
@@ -165,15 +164,18 @@ class RunRecorder:
 def record(path: str | os.PathLike[str], /, *, first_step: int = 0, **settings: object) -> Iterator[RunRecorder]:
     """Log a training loop that does not use the engine, for `anybatch watch`; call it on one rank.
 
-    `path` is the folder of the run, or a file `*.jsonl`. `first_step` is the number of steps before a resume. Of the
-    settings, `effective_batch_size`, `micro_batch_size` and `ranks` have the engine's meaning, and must be numbers.
-
-    Raises:
-        BatchSizeError: one of these is not a whole number of at least 1.
+    `path` is the folder of the run, or a file `*.jsonl`. `first_step` is the number of steps before a resume.
     """
-    start = _start_of(first_step, settings)
+    names = ("effective_batch_size", "micro_batch_size", "ranks")
+    effective, micro, ranks = (checked_int(name, settings[name]) if name in settings else None for name in names)
+    unknown = dict.fromkeys(("geometry", "strategy", "precision", "device", "dtype"), "not recorded")
+    if effective and micro:
+        unknown["geometry"] = str(plan_batch(effective, ranks or 1, SplitOptions(micro_batch_size=micro)))
+    sizes = {"rank": 0, "world_size": ranks or 1, "num_parameters": 0, "gradient_bytes": 0, "first_step": first_step}
+    given = {"effective_batch_size": effective, "micro_batch_size": micro, "seed": None}
+    decisions = {name: str(value) for name, value in settings.items()}
     with JsonlLog(path if Path(path).suffix == ".jsonl" else Path(path) / "events.jsonl") as log:
-        log.observe(start)
+        log.observe(StartRecord(**sizes, **unknown, **given, versions={}, decisions=decisions))  # type: ignore[arg-type]
         run, message, status = RunRecorder(log, first_step), None, "completed"
         try:
             yield run
@@ -184,30 +186,6 @@ def record(path: str | os.PathLike[str], /, *, first_step: int = 0, **settings: 
         finally:
             end = {"status": status, "num_steps": run.num_steps, "message": message, "digest": None}
             log.observe(EndRecord(rank=0, **end))  # type: ignore[arg-type]
-
-
-def _start_of(first_step: int, settings: Mapping[str, object]) -> StartRecord:
-    effective, micro, ranks = (
-        checked_int(name, settings[name], error=BatchSizeError) if name in settings else None
-        for name in ("effective_batch_size", "micro_batch_size", "ranks")
-    )
-    geometry = NOT_RECORDED
-    if effective is not None and micro is not None:
-        geometry = str(plan_batch(effective, ranks or 1, SplitOptions(micro_batch_size=micro)))
-    return StartRecord(
-        rank=0,
-        world_size=ranks or 1,
-        first_step=first_step,
-        geometry=geometry,
-        effective_batch_size=effective,
-        micro_batch_size=micro,
-        **dict.fromkeys(("strategy", "precision", "device", "dtype"), NOT_RECORDED),
-        seed=None,
-        num_parameters=0,
-        gradient_bytes=0,
-        versions={},
-        decisions={name: str(value) for name, value in settings.items()},
-    )
 
 
 def line_of(record: Record, *, sequence: int, time_seconds: float) -> JsonLine:
@@ -267,8 +245,7 @@ def _resume(file: BinaryIO, path: Path) -> int:
 
 def _plain(value: object) -> object:
     """Return `value` as JSON data, except that a tensor remains a (detached) tensor until the line is written."""
-    # bool comes before numbers, because JSON has a separate literal for it.
-    if value is None or isinstance(value, str | bool | int):
+    if value is None or isinstance(value, str | bool | int):  # bool before numbers: JSON has a separate literal for it
         return value
     if isinstance(value, torch.Tensor):
         return value.detach()
@@ -283,9 +260,7 @@ def _plain(value: object) -> object:
 
 
 def _finite(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value if math.isfinite(value) else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _read(tensor: torch.Tensor) -> float | str | None:

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, Final
 
 SCHEMA_VERSION = 1
-NOT_RECORDED: Final = "not recorded"
-"""Replaces a text that the writer of a log does not know."""
 
 JsonLine = dict[str, Any]
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from anybatch.events.log_lines import NOT_RECORDED, decoded_line
+from anybatch.events.log_lines import decoded_line
 from anybatch_guide.watch.curve import CLIPPED, SKIPPED, UNREAD, Curve, Step
 from anybatch_guide.watch.fields import Line, first_number, integer, integers, number, numbers, text, texts, time_of
 from anybatch_guide.watch.log_tail import LogTail
 
+NOT_RECORDED: Final = "not recorded"  # written by `ab.record`
 MAX_SPAN_LINES: Final = 4000
 NUM_STEPS_OF_SPANS: Final = 8
 MAX_ENTRIES: Final = 200
