@@ -1,12 +1,14 @@
 """Memory numbers of the guide equal independent counts of tensors, and its out-of-memory errors are real."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from anybatch.memory.trace import ORDER, timeline
-from anybatch_guide.experiments import memory_limit
+from anybatch_guide.experiments import memory_accumulation, memory_limit
 from anybatch_guide.memory.accumulated import AccumulationConfig, measure_accumulated
 from anybatch_guide.memory.plain_step import trace_plain_step, try_plain_step
 from anybatch_guide.memory.small import ACCUMULATED, SMALL_MODELS, TRANSFORMER, SmallModel
@@ -107,3 +109,16 @@ def test_waiting_samples_add_their_inputs_and_passes_their_operations() -> None:
     extra = large.timeline.peak_bytes - usual.timeline.peak_bytes - waiting
     assert 0 <= extra < 64  # the sums of losses
     assert large.num_operations - usual.num_operations == 2 * (usual.num_operations - small.num_operations)
+
+
+def test_progress_only_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The progress of the longest experiment counts all its steps once, without starting again."""
+    step = SimpleNamespace(timeline=None, gradient_bytes=1, num_operations=1)
+    monkeypatch.setattr(memory_accumulation, "measure_accumulated", lambda *_, **__: step)
+    monkeypatch.setattr(memory_accumulation, "peak_of", lambda _: {})
+    monkeypatch.setattr(memory_accumulation, "downsampled", lambda *_: {})
+    lines: list[Mapping[str, Any]] = []
+    memory_accumulation.measure_peaks(lines.append)
+
+    assert [line["done"] for line in lines] == list(range(len(lines)))
+    assert {line["of"] for line in lines} == {len(lines)}

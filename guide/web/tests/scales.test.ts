@@ -4,7 +4,7 @@ import { nearestAt, path, positions, spread } from "../src/math/curves";
 import { accumulationSteps, units } from "../src/math/cuts";
 import { stacked } from "../src/math/bars";
 import { formatBytes, formatNumber, formatTick } from "../src/math/format";
-import { withoutOverlap, labelPosition, binaryTicks, extent, logTicks, scale, ticks } from "../src/math/scales";
+import { withoutOverlap, labelPosition, extent, logTicks, scale, ticks } from "../src/math/scales";
 
 describe("places", () => {
   test("ends of the domain map to the ends of the range, on both kinds of axis", () => {
@@ -52,7 +52,6 @@ describe("ticks", () => {
     expect(logTicks([1, 10000], 9)).toEqual([1, 10, 100, 1000, 10000]);
     expect(logTicks([1e-8, 1], 3)).toEqual([1e-8, 1e-5, 1e-2]);
     expect(logTicks([3, 60], 5)).toEqual([5, 10, 20, 50]);
-    expect(binaryTicks([1, 64])).toEqual([1, 2, 4, 8, 16, 32, 64]);
   });
 });
 

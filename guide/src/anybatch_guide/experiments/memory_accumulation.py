@@ -1,5 +1,6 @@
 """The memory of a step over one effective batch at each micro-batch size, in bytes."""
 
+import itertools
 from typing import Any
 
 from anybatch.memory.trace import ORDER
@@ -15,6 +16,8 @@ LARGE_SIZES = (128, 64)
 """Sizes of a micro-batch that are also measured twice per step, for larger effective batches."""
 ALONE_SIZES = (256, 128, *MICRO_SIZES)
 """Sizes of a batch in one pass."""
+NUM_STEPS = len(MICRO_SIZES) + len(LARGE_SIZES) + len(ALONE_SIZES)
+"""Number of measured steps of a configuration."""
 TIMELINE_SIZES = (64, 16, 4)
 """Micro-batch sizes with a timeline: of the first configuration in this recording, of all in `memory_courses`."""
 NUM_BUCKETS = 90
@@ -23,11 +26,7 @@ NUM_BUCKETS = 90
 
 def measure_peaks(emit: Emit) -> Data:
     """Measure every configuration at every micro-batch size, with accumulation and without."""
-    results = []
-    for done, config in enumerate(all_configs()):
-        what = f"{config.optimizer}, {config.precision}{', checkpointing' if config.checkpointing else ''}"
-        emit_progress(emit, done, len(all_configs()), what)
-        results.append(_measured(config, emit, with_timelines=not done))
+    results = [_measured(config, emit, number=number) for number, config in enumerate(all_configs())]
     model = ACCUMULATED.make()
     return {
         "categories": list(ORDER),
@@ -40,9 +39,12 @@ def measure_peaks(emit: Emit) -> Data:
     }
 
 
-def _measured(config: AccumulationConfig, emit: Emit, *, with_timelines: bool) -> dict[str, Any]:
+def _measured(config: AccumulationConfig, emit: Emit, *, number: int) -> dict[str, Any]:
+    done = itertools.count(number * NUM_STEPS)
+    what = f"{config.optimizer}, {config.precision}{', checkpointing' if config.checkpointing else ''}"
+
     def measured(effective: int, size: int) -> MeasuredStep:
-        emit_progress(emit, effective, 2 * LARGE_SIZES[0], f"{size} x {effective // size}")
+        emit_progress(emit, next(done), len(all_configs()) * NUM_STEPS, f"{what}, {size} x {effective // size}")
         return measure_accumulated(ACCUMULATED, config, effective_batch_size=effective, micro_batch_size=size)
 
     cuts = {size: measured(EFFECTIVE, size) for size in MICRO_SIZES}
@@ -55,7 +57,7 @@ def _measured(config: AccumulationConfig, emit: Emit, *, with_timelines: bool) -
         "cuts": [peak_of(step.timeline) for step in cuts.values()],
         "twice": {size: peak_of(measured(2 * size, size).timeline) for size in LARGE_SIZES},
         "alone": [peak_of(measured(size, size).timeline) for size in ALONE_SIZES],
-        "courses": {size: downsampled(cuts[size].timeline, NUM_BUCKETS) for size in TIMELINE_SIZES * with_timelines},
+        "courses": {size: downsampled(cuts[size].timeline, NUM_BUCKETS) for size in TIMELINE_SIZES * (not number)},
     }
 
 

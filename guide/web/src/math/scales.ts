@@ -56,12 +56,6 @@ export function logTicks([smallest, largest]: readonly [number, number], count: 
   return finer.length >= 2 ? finer : ticks([smallest, largest], count);
 }
 
-/** Powers of two within a domain: the usual batch sizes. */
-export function binaryTicks([smallest, largest]: readonly [number, number]): number[] {
-  const [first, last] = [Math.ceil(Math.log2(smallest) - 1e-9), Math.floor(Math.log2(largest) + 1e-9)];
-  return Array.from({ length: Math.max(0, last - first + 1) }, (_, at) => 2 ** (first + at));
-}
-
 const WIDEST = 7.5; // a letter of small text, on average, in the widest of the usual fonts
 const GAP = 6;
 
