@@ -190,7 +190,7 @@ def test_a_run_compares_its_first_update(changes: Mapping[str, Any], least: floa
 
 @pytest.mark.slow
 def test_the_native_batch_is_shown_before_each_step() -> None:
-    """The native losses are those of an unsplit run, and its gradient is the sum of the micro-batches' gradients."""
+    """The native losses are equal to an unsplit run, and its gradient is the sum of the micro-batches' gradients."""
     data, lines = played(steps=3)
     natives = of_kind(lines, "guide.native")
     sums = {
@@ -229,8 +229,8 @@ def test_accuracy_is_that_of_the_network(task: Any, least: float) -> None:
     assert evaluations[-1]["accuracy"] > evaluations[0]["accuracy"]
 
 
-def test_answers_are_those_shown() -> None:
-    """A character for each image, or a line for each sentence, as long as the sentence without its end."""
+def test_answers_match_the_shown_samples() -> None:
+    """Images have a character each; sentences have a line each, as long as the sentence without its end."""
     digits, text = (shown_samples(load(name)) for name in ("digits", "text"))
     answered = played(steps=1)[0]["evaluations"][0]["answers"]
 
@@ -241,7 +241,7 @@ def test_answers_are_those_shown() -> None:
 
 @pytest.mark.parametrize("policy", ["keep", "exact", "ghost", "freeze"])
 def test_every_norm_policy_is_evaluated(policy: Any) -> None:
-    """Networks whose BatchNorm the engine changes have an accuracy as well."""
+    """The engine changes BatchNorm, and the accuracy is still computed."""
     data, _ = played(task="shapes", norm="batch", norm_policy=policy, steps=2)
 
     assert all(0 <= evaluation["accuracy"] <= 1 for evaluation in data["evaluations"])
