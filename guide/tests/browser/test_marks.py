@@ -12,7 +12,7 @@ from guide.tests.browser.chromium import AXE, DESKTOP, PHONE, absent, bring_to_l
 FIGURES = "main :is(figure, .cards article)"
 MARKS = """all => all.map(
     one => [...one.querySelectorAll('button.mark')].filter(mark => mark.closest('figure, article') === one).length)"""
-"""Number of marks of each figure, without those of figures in it."""
+"""Number of marks of each figure, without nested figures."""
 EDGES = """all => all.flatMap(cards => [...cards.children].map(card => {
     const {top, bottom, right} = card.getBoundingClientRect();
     return [top, bottom, right, cards.getBoundingClientRect().right];
@@ -101,7 +101,7 @@ def test_marks_are_accessible(page: Page) -> None:
 
 
 def test_marks_on_a_phone(browser: Browser, address: str) -> None:
-    """On a phone the box lies at the lower edge, as wide as the screen, and closes when the page is touched."""
+    """On a phone the box is at the lower edge, as wide as the screen, and closes when the page is touched."""
     with opened(browser, address, **PHONE) as watched:
         figure = come_to(watched.page, "gpu-memory").locator("figure").first
         figure.locator("button.mark").tap()
@@ -133,7 +133,7 @@ def test_marks_in_a_single_file(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_forecasts_are_marked_as_forecasts(page: Page) -> None:
-    """A claim whose numbers are forecast says so, and does not say that it was measured."""
+    """A claim with forecast numbers is marked as a forecast, not as a measurement."""
     part = page.locator("#devices")
     for title in ("Linear up to eight", "Buckets"):
         card = part.locator(f'article[aria-label="{title}"]')
