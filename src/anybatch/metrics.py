@@ -14,7 +14,7 @@ from anybatch.core.tree import Batch
 class OverWholeSet:
     """A metric that is computed once, from the model's outputs for all samples of an evaluation.
 
-    The plain loop: `compute(concatenate([function(model, batch) for batch in batches]))`.
+    In plain PyTorch: `compute(concatenate([function(model, batch) for batch in batches]))`.
 
     ```python
     def scores(model, batch):

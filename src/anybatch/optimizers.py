@@ -13,7 +13,7 @@ from anybatch.errors import ParameterError
 class CombinedOptimizer(Optimizer):
     """One optimizer that steps several optimizers over different parameters of a model.
 
-    The plain loop: `for optimizer in optimizers: optimizer.step()`. Its parameter groups are the groups of all
+    In plain PyTorch: `for optimizer in optimizers: optimizer.step()`. Its parameter groups are the groups of all
     optimizers, in order, so a scheduler multiplies each group's own learning rate by the same factor.
 
     ```python

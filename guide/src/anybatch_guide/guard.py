@@ -1,9 +1,9 @@
 """Access control of the guide: checks every request, and sets the headers of every response.
 
-Loopback is not a protection: any web page and every user of the machine can send requests to it. The checks are,
-in this order: the host name (a foreign one indicates DNS rebinding), the requesting page (Fetch metadata,
-Origin), no cross-origin reads, a secret that only the terminal showed, and, for changes, a header that no
-HTML form can send, with a limited body size and time.
+Listening only on loopback does not protect the server: any web page and every user of the machine can send requests
+to it. The checks, in this order: the host name (a foreign one indicates DNS rebinding), the page that sent the request
+(Fetch metadata, Origin), the method, and a secret that only the terminal showed. Requests that change something also
+need a header that no HTML form can send, and their body is limited in size and time.
 """
 
 import asyncio
@@ -50,12 +50,12 @@ _MAX_QUERY_BYTES: Final = 256
 class Admission:
     """The conditions under which a request is admitted."""
 
-    port: int  # port of the server; it is part of the cookie's name, because cookies do not depend on ports
-    # accepted host names. Any port is accepted: tunnels change it, and rebinding needs a name
+    port: int  # port of the server; part of the cookie's name, because browsers share cookies between a host's ports
+    # accepted host names. Any port is accepted: tunnels change it, and DNS rebinding is recognised by the name
     hosts: frozenset[str] = LOOPBACK_NAMES
     # the secret in the printed address, and later in the cookie
     secret: str = field(default_factory=secrets.token_urlsafe, repr=False)
-    # a single-use secret for one browser, because other users can see the arguments of a program
+    # a single-use secret for the browser that the guide starts: other users can see the address among its arguments
     one_time_key: str | None = field(default=None, repr=False)
 
     @property
@@ -191,7 +191,7 @@ def _check_host(request: _Request, admission: Admission, _limits: Limits) -> Ans
         return Answer(HTTPStatus.MISDIRECTED_REQUEST, "host", message)
     if request.all(b"upgrade"):
         return Answer(HTTPStatus.BAD_REQUEST, "upgrade", "Protocol upgrades are not supported.")
-    # Of two values, the guard and the application could use different ones.
+    # If a header has two values, the guard and the application could use different ones.
     if any(len(request.all(name)) > 1 for name in _SINGLE_HEADERS):
         return Answer(HTTPStatus.BAD_REQUEST, "headers", "A header that may occur only once is present twice.")
     return None
@@ -204,7 +204,7 @@ def _check_origin(request: _Request, _admission: Admission, _limits: Limits) -> 
     if site not in (None, b"same-origin") and not (site == b"none" and is_page):
         message = "Another page sent this request. Open the guide with its printed address, in the address bar."
         return Answer(HTTPStatus.FORBIDDEN, "site", message)
-    # Browsers without Fetch metadata still send an Origin with changing requests.
+    # Browsers without Fetch metadata still send an Origin with POST and DELETE requests.
     origin, host = request.first(b"origin"), request.first(b"host")
     if origin is not None and origin.lower() != b"http://" + (host or b"").lower():
         return Answer(HTTPStatus.FORBIDDEN, "origin", "Another page sent this request.")
@@ -259,7 +259,7 @@ def _check_form(request: _Request, _admission: Admission, limits: Limits) -> Ans
 
 
 def _too_large(limits: Limits) -> Answer:
-    return Answer(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "size", f"A body has at most {limits.body_bytes} bytes.")
+    return Answer(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "size", f"The body has more than {limits.body_bytes} bytes.")
 
 
 def _with_headers(send: Send) -> Send:
@@ -276,7 +276,7 @@ def _with_headers(send: Send) -> Send:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that replays a body that was read before, then forwards."""
+    """Return a `receive` that first returns the body that was already read, and then calls the original."""
     unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:

@@ -16,7 +16,8 @@ class Limits:
     unread_seconds: float = 30.0  # maximum time that a response stays unread before the connection is closed
     num_connections: int = 256  # maximum connections; more are answered with 503. At most half may wait for a request
     num_streams: int = 8  # maximum event streams; more are answered with 503
-    messages_per_second: float = 30.0  # maximum messages with lines per stream; lines in between are sent together
+    # maximum messages per second in each stream; lines that arrive between two messages are sent together
+    messages_per_second: float = 30.0
     message_bytes: int = 256 * _KIB  # approximate maximum size of such a message
     heartbeat_seconds: float = 15.0  # silence after which a stream gets a comment
     max_backlog_lines: int = 20_000  # a page with a larger backlog gets no progress lines

@@ -24,7 +24,7 @@ from anybatch_guide.tasks.task import PlaygroundTask
 FINAL_FACTOR = 0.1
 """The learning rate decays linearly to this fraction of its first value."""
 MAX_NORM = 1.0
-"""The maximum gradient norm of runs with the clipping mistake; other runs do not clip."""
+"""The maximum gradient norm of runs that clip after every micro-batch, a mistake; other runs do not clip."""
 KIBIBYTE = 2**10
 RUN_ENDS = (NonFiniteError, MemoryExhaustedError, torch.OutOfMemoryError)
 """Errors that end a run with the status "failed", after its last record."""
@@ -45,7 +45,7 @@ class StepMetrics(Observer, ViewObserver, Protocol):
         ...
 
     def after_step(self, step: int) -> None:
-        """Receive the end of a step, with the updated model."""
+        """Measure the updated model after a step."""
         ...
 
 
@@ -105,9 +105,9 @@ def engine_of(
 
 
 def limited(setting: PlaygroundSetting, task: PlaygroundTask, parts: Parts) -> AbstractContextManager[object]:
-    """Return a context with the memory limit of the setting, in addition to the data set.
+    """Return a context that limits memory to the setting's limit, not counting the data set.
 
-    Model and optimizer count towards the limit. The data set does not, because each sample is a view of all of it.
+    Model and optimizer count. The data set does not, because each sample is a view that keeps all of it in memory.
     """
     if not setting.memory_limit_kib:
         return nullcontext()

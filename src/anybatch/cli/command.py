@@ -124,7 +124,7 @@ def positive_int(text: str) -> int:
 
 
 def typed(parse: Callable[[str], ValueT]) -> Callable[[str], ValueT]:
-    """Return `parse` for `type=` of an option, so that argparse reports its `UserError` with the option's name."""
+    """Wrap `parse` for an option's `type=`, so that argparse reports its `UserError` with the option's name."""
 
     def read(text: str) -> ValueT:
         try:
@@ -220,7 +220,7 @@ def add_settings(add: Callable[..., object], *names: str, **defaults: object) ->
 
 def _parsing(field: "dataclasses.Field[Any]") -> dict[str, Any]:
     """Return the arguments of `add_argument` that parse a value of the field's type."""
-    kind = get_args(field.type)[0]  # the other members of the union are literals, richer forms, or None
+    kind = get_args(field.type)[0]  # the other members of the union are literals, None, or classes such as BatchRamp
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
     read, placeholder = _BY_TYPE[kind]

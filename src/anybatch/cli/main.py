@@ -95,7 +95,7 @@ def _report(error: BaseException) -> int:
 
 
 def function_of(verb: Verb) -> VerbFunction:
-    """Import the function of a command; not earlier, because some commands import torch, which takes seconds."""
+    """Import the function of a command when it is run, because some commands import torch, which takes seconds."""
     if verb.extra is None:
         return cast("VerbFunction", importlib.import_module(f"anybatch.cli.{verb.name}").run)
     for found in entry_points(group=ENTRY_POINTS, name=verb.name):

@@ -1,6 +1,6 @@
 """How a command ends: its exit status, and the text about an error.
 
-The text of an expected error is a message; if the user's code failed, the text has the frames of that code.
+For an expected error, the text is its message; if the user's code failed, it also has the traceback of that code.
 """
 
 import errno
@@ -75,7 +75,7 @@ def is_unusable_file(error: BaseException) -> TypeGuard[OSError]:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    torch = sys.modules.get("torch")  # not imported: an error of torch implies that it is
+    torch = sys.modules.get("torch")  # if it is not imported, it did not raise the error
     return isinstance(error, MemoryError if torch is None else (MemoryError, torch.OutOfMemoryError))
 
 
@@ -176,7 +176,7 @@ def discard_unwritable_output() -> None:
 
 
 def _has_no_reader(stream: TextIO) -> bool:
-    # A write would not tell: the stream has dropped the unwritten data, so another write may succeed.
+    # A test write shows nothing: after a failed write the stream drops its data, so the next write may succeed.
     poller = select.poll()
     try:
         poller.register(stream.fileno(), 0)

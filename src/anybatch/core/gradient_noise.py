@@ -50,7 +50,7 @@ from anybatch.core.geometry import checked_int
 from anybatch.errors import UserError
 
 ALL = "all parameters"
-"""Name of the only row, in records and checkpoints."""
+"""Name of the only row of the moments, in records and checkpoints."""
 NUM_MOMENTS = 9
 """Columns of the moments: sums over steps of w, wA, wV, w^2, w^2 A, w^2 V, w^2 A^2, w^2 A V, w^2 V^2.
 
@@ -77,8 +77,8 @@ class NoiseParts(NamedTuple):
 def noise_parts(of_sum: Tensor, of_parts: Tensor, squared_shares: "Tensor | float") -> NoiseParts:
     """Return the two unbiased estimates from one effective batch.
 
-    `of_sum` is |g|^2, `of_parts` sum |g_k|^2, and `squared_shares` sum p_k^2. The plain loop, over pairs of different
-    micro-batches: `sum(g_j @ g_k) / sum(p_j * p_k)` is the squared norm.
+    `of_sum` is |g|^2, `of_parts` sum |g_k|^2, and `squared_shares` sum p_k^2. The squared norm equals
+    `sum(g_j @ g_k) / sum(p_j * p_k)` over all pairs of different micro-batches.
     """
     squared_norm = (of_sum - of_parts) / (1.0 - squared_shares)
     return NoiseParts(squared_norm, of_parts - squared_norm * squared_shares)
@@ -102,12 +102,12 @@ def with_step(
 
 
 def noise_interval(moments: Float[Tensor, "row 9"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the noise scale of each row in samples, and the lower and upper ends of its 95% interval: three (rows,).
+    """Return the noise scale of each row in samples, and the ends of its 95% interval: tensors of shape (rows,).
 
     The upper end is infinite while |G|^2 cannot be distinguished from 0: then only a lower bound is known. The
     intervals follow Fieller 1954, "Some problems in interval estimation": they contain every ratio r for which the mean
     of V - r A differs from 0 by at most its standard error times the quantile of Student's t. Steps are assumed to be
-    independent, and their mean to be normal. There is no interval before the weight of ten steps is reached.
+    independent, and their mean to be normal. The interval is 0 to infinity before the effective number of steps is 10.
     """
     w, wa, wv, ww, wwa, wwv, wwaa, wwav, wwvv = moments.unbind(dim=1)
     mean_a, mean_v = wa / w, wv / w
@@ -129,7 +129,6 @@ def noise_interval(moments: Float[Tensor, "row 9"]) -> tuple[Tensor, Tensor, Ten
     return mean_v / mean_a, torch.where(enough, low, torch.zeros_like(low)), torch.where(enough, high, infinite)
 
 
-# eq=False: comparing two estimates would compare tensors, and wait for the device.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientNoise:
     """Settings to measure the gradient's noise scale: `Engine(..., noise=GradientNoise())`.
@@ -153,6 +152,7 @@ class GradientNoise:
             raise UserError(message)
 
 
+# eq=False: comparing two estimates would compare tensors, and wait for the device.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NoiseEstimate:
     """The gradient noise, averaged over steps. Reading a number waits for the device; `str` gives one line.

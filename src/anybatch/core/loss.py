@@ -139,7 +139,7 @@ def _weight(weight: float) -> float:
 def mean_over_samples(function: LossFunction) -> Loss:
     """Declare that `function(model, batch)` returns the mean over its samples, or one loss per sample.
 
-    The plain loop: `(function(model, micro_batch) * len(micro_batch) / len(effective_batch)).backward()`.
+    In plain PyTorch: `(function(model, micro_batch) * len(micro_batch) / len(effective_batch)).backward()`.
     """
     return Loss(_callable(function), LossKind({ONLY_TERM: samples()}))
 
@@ -147,7 +147,7 @@ def mean_over_samples(function: LossFunction) -> Loss:
 def sum_over_samples(function: LossFunction) -> Loss:
     """Declare that `function(model, batch)` returns the sum over its samples, and that the loss should stay a sum.
 
-    The plain loop: `function(model, micro_batch).backward()`. The loss is not divided, so its gradient grows with the
+    In plain PyTorch: `function(model, micro_batch).backward()`. The loss is not divided, so its gradient grows with the
     effective batch, and a learning rate that suits one size does not suit another: declare most losses as means
     instead. `Engine.evaluate` reports the mean of the loss over samples.
 
@@ -213,7 +213,7 @@ def sum_of(function: LossFunction, **terms: Term) -> Loss:
 def joint(encode: LossFunction, function: LossFunction) -> Loss:
     """Declare a loss across samples: `function` needs the outputs of the whole effective batch.
 
-    For contrastive losses (CLIP, SimCSE, SupCon), triplets mined in the batch, Barlow Twins, VICReg. The plain loop:
+    For contrastive losses (CLIP, SimCSE, SupCon), triplets mined in the batch, Barlow Twins, VICReg. In plain PyTorch:
 
     ```python
     outputs = concatenate([encode(model, micro_batch) for micro_batch in effective_batch])
@@ -268,7 +268,7 @@ class TermFactors:
 
     A mean is multiplied by `of_mean` = weight x `count` of the micro-batch / count of the effective batch; a sum by
     `of_sum` = weight / count of the effective batch, or by the weight alone if the term is declared as a sum. With
-    `adds_without_count` a micro-batch without items may still contribute, such as a focal loss on background alone.
+    `adds_without_count`, a count of 0 may still add to the loss: a focal loss is not 0 for images without objects.
     """
 
     of_mean: float
@@ -334,15 +334,15 @@ def without_graph() -> LossError:
     """Return the error for a loss that does not require a gradient."""
     if torch.is_grad_enabled():
         return LossError(
-            "the loss has no autograd graph, so nothing can be trained. Return it as computed from the model's output: "
-            "without .detach(), .item(), torch.tensor(...) or torch.no_grad(), and from parameters that require a "
-            "gradient."
+            "the loss has no autograd graph, so nothing can be trained. Compute it from the model's output without "
+            ".detach(), .item(), torch.tensor(...) or torch.no_grad(), and check that the model's parameters require "
+            "a gradient."
         )
     return LossError("gradients are switched off, so nothing can be trained. Call the engine outside torch.no_grad().")
 
 
 def returned_count(output: object) -> "int | float | torch.Tensor":
-    """Return the count of an undeclared loss: the count of its `LossSum`, or its number of losses per item."""
+    """Return the count of an undeclared loss: of its `LossSum`, or the number of elements of the returned tensor."""
     if isinstance(output, LossSum):
         return output.count
     assert isinstance(output, torch.Tensor)  # checked by `scaled`
@@ -378,7 +378,7 @@ def _times(value: torch.Tensor, factor: float) -> torch.Tensor:
     """Return `value * factor` in new memory, even for a factor of 1.
 
     Never return the same tensor: the user may have kept it, and add the next micro-batch's value to it in place. Its
-    storage may also be far larger than one number: the mean of `mse_loss` occupies the memory of all its squares.
+    storage may also be far larger than one number: the mean of `mse_loss` keeps the memory of all squared errors.
     """
     return value.clone() if factor == 1.0 else value * factor  # the backward of a copy computes nothing
 

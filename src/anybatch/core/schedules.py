@@ -43,9 +43,9 @@ class BatchRamp:
     The ramp does not change the learning rate. It has two uses, which need different rates. If it replaces a decay of
     the rate (Smith et al. 2017, arXiv 1711.00489), keep the rate constant: the noise of an update is proportional to
     rate / batch size, so B -> aB has the effect of rate -> rate / a, while B is far below the size of the data set and
-    the rate below its limit of stability. If the ramp starts a run with small batches (Brown et al. 2020, arXiv
-    2005.14165), which suffice while the noise scale is small (McCandlish et al. 2018, arXiv 1812.06162), scale the rate
-    for each size by a rule, with `scale_rate`.
+    the rate below its limit of stability. If the ramp only starts a run with small batches (Brown et al. 2020, arXiv
+    2005.14165; they suffice while the gradient noise scale is small, McCandlish et al. 2018, arXiv 1812.06162), scale
+    the rate with the batch size, see `scale_rate`.
 
     Args:
         *stages: pairs (samples of one step over all ranks, length of the stage in samples); the last length is None.
@@ -240,8 +240,8 @@ def join_schedules(
 def steps_of_samples(num_samples: int, *, effective_batch_size: int | BatchRamp) -> int:
     """Return the number of optimizer steps for `num_samples` samples, over all ranks, rounded up.
 
-    A warm-up in samples: `WarmUp(num_steps=steps_of_samples(50_000, effective_batch_size=256), start_factor=0.1)`. Keep
-    the number of samples when the batch grows: the SDE of Malladi et al. 2022 measures time in samples, not steps.
+    A warm-up in samples: `WarmUp(num_steps=steps_of_samples(50_000, effective_batch_size=256), start_factor=0.1)`. With
+    a larger batch, keep the warm-up's length in samples: they are the unit of time in the SDE of Malladi et al. 2022.
 
     Args:
         num_samples: number of samples, counted from the beginning of a run.

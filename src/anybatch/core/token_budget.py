@@ -1,15 +1,15 @@
 """Split an effective batch into micro-batches by sample length, for the fastest step under a limit on tokens.
 
 The gradient does not depend on the split into micro-batches, so the fastest split may be used. A padded
-micro-batch of n samples, the longest of L tokens, occupies `n L` tokens. Its cost, in the time of one token, is
+micro-batch of n samples, the longest of L tokens, occupies `n L` tokens. Its cost, with one token's time as unit, is
 
     fixed + n h(L)        with h(L) = L, or a user function that does not fall with L
 
-Under a limit on `n L`, there is a cheapest split in which the samples are in order of length. Proof: of any two
-micro-batches, exchange samples so that one has the longest samples, and keep both sizes; then neither maximum rises.
+For any limit on `n L`, one of the cheapest splits has the samples in order of length. Proof: exchange samples between
+two micro-batches until the one with the longest sample has all the longest ones. Sizes stay, and no maximum rises.
 
 In sorted order, the cheapest split is a shortest path, which is found exactly. Inside a run of equal lengths, only full
-micro-batches need to be considered: the next sample could be added to any other one at no extra cost. So the search
+micro-batches need to be considered: one that is not full takes the next sample at no extra cost. So the search
 takes `n + sum over distinct lengths of limit / L` operations, 20 ms for 16,384 samples.
 
 Packed micro-batches have no padding: samples are concatenated, so fewer micro-batches are cheaper.
@@ -126,8 +126,8 @@ def token_budget(
 def plan_by_length(lengths: SampleLengths, world_size: int, split: SplitOptions, budget: TokenBudget) -> BatchPlan:
     """Split an effective batch by length and divide it over ranks by cost, each rank's costliest micro-batch first.
 
-    Only `split.deal` and `split.lockstep` are used. With "balanced", the result is optimal for all ranks together; with
-    "fixed" it is the result for one rank.
+    Only `split.deal` and `split.lockstep` are used. With a "balanced" deal, the split is the best for this number of
+    ranks; with "fixed", it is the same for any number of ranks.
     """
     occupied = lengths.occupied_tokens
     _check_longest(lengths, occupied, budget)
@@ -144,7 +144,7 @@ def plan_by_length(lengths: SampleLengths, world_size: int, split: SplitOptions,
         unit_costs = [fixed + _unit_cost(unit, costs, packed=lengths.packed) for unit in units]
         shares, cost = _deal(units, unit_costs, world_size, lockstep=split.lockstep)
         dealt.append((cost, number, shares))
-    _, _, shares = min(dealt, key=lambda entry: entry[:2])  # of equally fast splits the first, with the fewest units
+    _, _, shares = min(dealt, key=lambda entry: entry[:2])  # of equally fast splits, the one with the fewest units
     order = tuple(position for share in shares for unit in share for position in unit)
     ends = list(itertools.accumulate((len(unit) for share in shares for unit in share), initial=0))
     numbered = iter(Unit(number, *bounds) for number, bounds in enumerate(itertools.pairwise(ends)))
@@ -193,7 +193,7 @@ def _padded_cuts(occupied: Sequence[int], costs: Sequence[float], cap: int, fixe
 
 
 def fewest_units(lengths: Sequence[int], costs: Sequence[float], cap: int, limit: float = math.inf) -> list[int]:
-    """Return the ends of the micro-batches in a split into as few as possible, filled from the longest samples down.
+    """Split into as few micro-batches as possible, filled from the longest sample down; return where each one ends.
 
     `lengths` (padded) and `costs` (of each sample) are in ascending order. `cap` limits the tokens of a micro-batch and
     `limit` its cost; a single sample may exceed either limit.
@@ -232,7 +232,7 @@ def cheapest_split(
 ) -> tuple[list[int], float]:
     """Return the ends of the micro-batches in the cheapest split of samples sorted by length, and its cost.
 
-    The plain search: `best[j] = min(best[i] + fixed + (j - i) costs[j - 1])` over all i for which samples i to j - 1
+    As a recursion: `best[j] = min(best[i] + fixed + (j - i) costs[j - 1])` over all i for which samples i to j - 1
     are within cap and limit. `lengths` (padded) and `costs` (of each sample) are in ascending order. `cap` limits the
     tokens of a micro-batch and `limit` its cost without `fixed`; a single sample may exceed either limit.
     """
@@ -265,7 +265,7 @@ def _packed_cuts(
     cap: int,
     num_ranks: int,
 ) -> list[Cuts]:
-    """Return the best-fit packing, and packings with more even costs, for several ranks also into more bins."""
+    """Return the best-fit packing and packings with more even costs; if there are several ranks, also in more bins."""
     fewest = _best_fit(occupied, cap)
     splits = [fewest]
     costliest_first = sorted(range(len(occupied)), key=lambda index: (-costs[index], index))

@@ -58,7 +58,7 @@ class Batches:
 
     @property
     def start(self) -> Position | None:
-        """Position at which an iteration begins; None for the position of the engine that steps its first batch."""
+        """Position at which an iteration begins; None: the position of the engine to which its first batch is given."""
         return self.options.start
 
     def __iter__(self) -> DatasetBatches:
@@ -79,7 +79,7 @@ class Batches:
         """Number of optimizer steps in a whole epoch.
 
         Raises:
-            TypeError: the number is unknown for a stream without a length, and differs between epochs with a ramp.
+            TypeError: the data set is a stream without a length, or the batch size is a ramp, so that epochs differ.
         """
         return self.schedule().steps_per_epoch
 
@@ -102,7 +102,7 @@ def batches(
 ) -> Batches:
     """Divide a data set into effective batches: each sample of an epoch is in exactly one, on any hardware.
 
-    The plain loop, on one rank with one micro-batch per step:
+    In plain Python, on one rank with one micro-batch per step:
 
     ```python
     for epoch in range(epochs):
@@ -148,13 +148,13 @@ def batches(
             and at most one per shard for `Shards`.
         pin_memory: copy micro-batches to pinned memory; None does so if an accelerator can use it.
         lengths: length of each sample, for engines with `micro_batch_size=ab.token_budget(8192)`: a list of whole
-            numbers by sample id; the name of a field or column whose value is the length or has it ("input_ids"); or a
-            function of a sample. For a field or function, every rank loads all samples of a batch before the split,
-            once in a run. See docs/lengths.md.
-        start: first position, such as the result of `engine.load`. None: the position of the engine that steps the
-            first batch, so that a loop over epochs is one run, whether it makes new batches in each epoch or iterates
-            over the same ones again. After `Engine.load`, this is exactly the checkpoint's position; otherwise a partly
-            used epoch is abandoned, and the next one begins (with `steps`, the next loop continues within the epoch).
+            numbers by sample id; the name of a field or column that is the length, or whose `len()` it is
+            ("input_ids"); or a function of a sample. For a field or function, every rank loads all samples of a batch
+            before it is split; each length is read once in a run. See docs/lengths.md.
+        start: first position, such as the result of `engine.load`. None: the engine's position. So a loop over epochs
+            is one run, whether it calls `ab.batches` in each epoch or iterates over the same object again. After
+            `Engine.load`, this is the checkpoint's position. Without a load, a loop after one that ended within an
+            epoch begins with the next epoch; with `steps` it continues within the epoch.
 
     Returns:
         An iterable of effective batches, with `len()` and `steps_per_epoch`.

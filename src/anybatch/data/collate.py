@@ -27,8 +27,8 @@ class Padded:
     """A collate function that pads to the longest sample of a micro-batch, along the first axis of each field.
 
     Samples are mappings (tokenised rows of Hugging Face, say), tuples, or single tensors; fields are lists of numbers,
-    arrays or tensors. A field with one entry per token is padded; a field with a single number becomes a vector. The
-    plain loop, for one field: `torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)`.
+    arrays or tensors. A field with one entry per token is padded; a field with a single number becomes a vector. In
+    plain PyTorch, for one field: `torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)`.
 
     Attributes:
         padding: padding value by field name; by default -100 for `labels` and `label_ids`, and 0 for other fields. Pass

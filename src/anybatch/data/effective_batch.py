@@ -180,7 +180,7 @@ class DatasetBatch:
     def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
         """Yield one collated micro-batch for each unit, in this order, in host memory.
 
-        The plain loop: `for unit in units: yield collate([dataset[sample_ids[i]] for i in unit])`.
+        In plain PyTorch: `for unit in units: yield collate([dataset[sample_ids[i]] for i in unit])`.
 
         Args:
             units: for each micro-batch, the indices of its samples in `sample_ids`; a sample may be in several.

@@ -20,7 +20,7 @@ from anybatch.errors import DataError
 class AnyRows:
     """Wraps a collate function whose number of rows may differ from the number of samples.
 
-    Examples are packed tokens, and several views of each sample. A mean over samples still counts samples.
+    Examples are packed tokens, and several views of each sample. A mean over samples is still divided by samples.
     """
 
     function: Collate
@@ -46,7 +46,7 @@ class OverEffectiveBatch:
 
 
 def checked_rows(batch: Batch, num_samples: int, collate: Collate) -> Batch:
-    """Return a collated batch with its lists marked (`mark_and_count`); refuse it if it has not one row per sample."""
+    """Return a collated batch with marked lists (`mark_and_count`); raise if it does not have one row per sample."""
     # torch's default returns one row per sample
     if collate is default_collate:
         return as_fields(batch)

@@ -72,8 +72,8 @@ class BatchOptions:
     def span_from(self, position: Position, *, resumed: bool = False) -> RunRange:
         """Return the range of a run that begins at a position.
 
-        If `resumed`, epochs are counted from epoch 0, as before the resume, and a run at or after its end gets the same
-        number of epochs again. Otherwise epochs are counted from the position's epoch.
+        If `resumed`, epochs are counted from epoch 0, as in the original run; if the position is at the end of that run
+        or later, as many epochs are added. Otherwise epochs are counted from the position's epoch.
         """
         if self.steps is not None:
             return RunRange(position, None, self.steps)

@@ -1,4 +1,4 @@
-"""Worker processes that load micro-batches in advance: one persistent loader, which gets keys of micro-batches."""
+"""Worker processes that load micro-batches in advance: one persistent DataLoader, which gets each one's `UnitKey`."""
 
 import importlib.util
 import io
@@ -61,7 +61,7 @@ def _tensor(octets: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Te
 
 
 _SMALL_BYTES = 128 * 2**10
-"""Maximum bytes of a micro-batch sent as plain bytes, five times faster than in shared memory, but slower from 1 MB."""
+"""Larger micro-batches are sent in shared memory; plain bytes are five times faster here, but slower from 1 MB on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class Shards:
     method. Shards must not divide themselves further by worker or by rank: every rank reads all shards and uses its
     share of each batch.
 
-    The plain loop, for shards of equal length: `for row in zip(*parts): yield from row`.
+    In plain Python, for shards of equal length: `for row in zip(*parts): yield from row`.
 
     Args:
         parts: a sequence of iterables, or a function that returns the iterable of shard 0, 1, ... `num_shards - 1`. It

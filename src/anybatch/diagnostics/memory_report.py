@@ -214,7 +214,7 @@ class MemoryRecording:
                 return
 
     def _follow(self, record: PhaseRecord) -> None:
-        """Set the phase, which lasts until the next phase. The ledger separates forward and backward."""
+        """Set the phase, which lasts until the next phase. `MemoryLedger` itself separates forward and backward."""
         begins = record.event == "begin"
         if record.name == "load":
             # Memory of loading is not counted; `_register_inputs` counts the loaded micro-batch.

@@ -26,7 +26,7 @@ from anybatch.parallel.world import World
 MEBIBYTE = 2**20
 DEFAULT_BUCKET_SIZES = tuple(size * MEBIBYTE for size in (1, 5, 25, 50, 100))
 _NUM_PARTS = (1, 2, 4, 8)
-"""Further candidates: the gradients of the model in this number of nearly equal buckets."""
+"""More bucket sizes to try: those that divide the model's gradients into this many nearly equal buckets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ MIN_ROUNDS, MAX_ROUNDS = 6, 15
 _NUM_MESSAGES = 7
 CURRENT, UNREDUCED, LARGER, ALONE = "current", "unreduced", "larger", "alone"
 DataFunction = Callable[..., Callable[[int], Iterable[EffectiveBatch]]]
-"""Takes `steps`, and returns a function of `num_workers` that returns that many effective batches of a job."""
+"""Takes a number of steps; returns a function of `num_workers` that returns this many effective batches of a job."""
 ReplicaStrategy = Literal["all_reduce", "ddp"]
 
 
@@ -142,7 +142,7 @@ class RankMeasurement:
 
     def times(self) -> RankTimes:
         """Run all measurements and return their results."""
-        self._report("loading a share")
+        self._report("loading the samples of a rank")
         share = self._placement.plan(len(self._batches[0].sample_ids)).shares[self._world.rank]
         load_seconds, load_processor_seconds = self._load()
         spec = self._train()

@@ -24,7 +24,7 @@ class SpikeReport:
 
 
 def read_spikes(path: str | os.PathLike[str], rule: SpikeRule | None = None) -> SpikeReport:
-    """Search the losses and gradient norms in a log for spikes, as a spike watch does during the run.
+    """Search the losses and gradient norms in a log for spikes, by the rule that `SpikeWatch` applies during a run.
 
     If a step was repeated after a resume, the last repetition counts; steps that fp16 skipped are ignored.
 

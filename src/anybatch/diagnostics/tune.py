@@ -110,9 +110,9 @@ class TuneReport:
 NUM_ROUNDS = 6
 """Rounds of measurements: the first two run all sizes, later ones only sizes that are close to the fastest."""
 _MAX_CANDIDATE_FACTOR = 1.25
-"""A size whose step takes longer than this factor of the shortest step is not run again."""
+"""A size whose step takes more than this many times as long as the shortest step is not run again."""
 _MAX_FACTOR = 2.0
-"""If a size takes longer than this factor of the shortest step, smaller sizes are not tried."""
+"""If a size takes more than this many times as long as the shortest step, smaller sizes are not tried."""
 _MAX_TIMED_SECONDS, _MAX_STEPS = 0.2, 20
 """Limits for the timed steps of a size in a round."""
 
@@ -156,7 +156,7 @@ def tune(
     batch = next(iter(data))
     num_samples = len(batch.sample_ids)
     sizes = _checked(default_sizes(num_samples) if micro_batch_sizes is None else micro_batch_sizes, num_samples)
-    # With a BatchNorm policy, a split does not change the training.
+    # If `norms` is given, the user has chosen what a split does to BatchNorm, so it is not reported.
     modules = [train.model] if isinstance(train.model, torch.nn.Module) else list(train.model.values())
     layers = [layer for module in modules for layer in batch_norms(module).values() if layer.training]
     num_batch_norms = len(layers) if train.norms is None else 0

@@ -58,7 +58,7 @@ def accumulate_together(
     over ranks, and all continue. Merging is differentiable, so all forwards form one graph with one backward.
     """
     micro_batches = list(micro_batches)
-    # Without fillers (of weight 0), except one on a rank that has only fillers, since every rank must take part.
+    # Drop fillers (weight 0, only to keep ranks in lockstep), but keep one if there is no other: all ranks take part.
     micro_batches = [micro_batch for micro_batch in micro_batches if micro_batch[0].unit.weight] or micro_batches[:1]
     device = statistics.device
     store = None
@@ -94,7 +94,7 @@ def accumulate_together(
 
         return run
 
-    # Gradients are reduced after the backward, not during it, when the layers' statistics are summed.
+    # Gradients are reduced after the backward: during it, ranks communicate to sum the layers' statistics.
     with context.strategy.micro_batch(Turn(first=True, last=False)):
         with statistics.forward(counts=any(micro_batch.unit.weight for micro_batch, _ in micro_batches)):
             threads = CooperativeThreads(merging, context.randomness.suspended)
@@ -176,7 +176,7 @@ class _ThreadState:
 
 
 Execute = Callable[[LoopContext, Iterable[tuple[MicroBatch, Batch]]], Sums]
-"""Function (context, micro-batches) -> their contributions, after their gradients are added up."""
+"""Function (context, micro-batches) -> each one's contribution to the loss; it also adds up their gradients."""
 
 
 class BatchNormRunner:
@@ -206,7 +206,7 @@ class BatchNormRunner:
         # Frozen layers do not update their statistics.
         self._statistics = RunningStatistics({} if frozen else tracking_layers(modules), device)
         self.is_idle = not self._batch_norms
-        # Layers that still normalise themselves store statistics in their buffers, and these are read.
+        # Layers that are not intercepted store statistics in their buffers, and these are read.
         overridden = bool(self._batch_norms) and (
             constraints.group is not None or constraints.lockstep or constraints.every_unit
         )
@@ -255,7 +255,7 @@ class BatchNormRunner:
 
     @contextmanager
     def two_passes(self) -> Iterator[Callable[[MicroBatch], AbstractContextManager[object]]]:
-        """Prepare layers for an `ab.joint` loss; yield a function that makes contexts for first-pass forwards."""
+        """Prepare layers for an `ab.joint` loss, which runs forwards twice; yield a context for each first forward."""
         if self.is_idle:
             yield lambda _: nullcontext()
             return

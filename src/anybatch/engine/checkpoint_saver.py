@@ -134,7 +134,7 @@ class CheckpointSaver:
     def failure(self) -> str:
         """Error of the background save on this rank so far; empty without one.
 
-        Raised only in calls that all ranks make together: if only one rank left a step, it would block the others.
+        It is raised only in calls that all ranks make together: if one rank raised it in a step, others would wait.
         """
         return "" if self.writing is None else str(self.writing.error or "")
 

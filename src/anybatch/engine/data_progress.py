@@ -23,7 +23,7 @@ class DataProgress:
 
     `digest` (a checksum of the epoch's samples so far) and `order` (of the epoch's samples) are from a checkpoint.
     `is_resumed`: the position is from a checkpoint or from the user, and no step has been made since.
-    `has_begun`: the iteration was moved to the position, unless that was impossible.
+    `has_begun`: the engine has tried to start the iteration at the position.
     """
 
     key: Key
@@ -36,7 +36,7 @@ class DataProgress:
     has_begun: bool = False
 
     def begin(self, batch: Any) -> Remark | None:  # noqa: ANN401 (any nested batch)
-        """Move the iteration of a batch to the position; return a warning if that is impossible or the data differ."""
+        """Continue a batch's iteration at the position; return a warning if that is impossible or the data differ."""
         if not isinstance(batch, DatasetBatch):
             return None
         if self.is_resumed and self.order is not None:
@@ -61,7 +61,7 @@ class DataProgress:
         return {"key": self.key, "position": _stored(position), "digest": digest, "order": order}
 
     def _compared(self, batch: DatasetBatch) -> Remark | None:
-        """Compare the data of a resumed run with the saved data; if they differ, raise within an epoch, else warn."""
+        """If the data differ from the checkpoint's, raise in the middle of an epoch, or return a warning otherwise."""
         iteration, position = batch.iteration, self.position
         if self.key is None or batch.start != position:  # an older checkpoint, or a start that the user chose
             return None
@@ -157,7 +157,7 @@ class RunProgress:
             positions = " and ".join(f"{one.position} of {_named(one.key)}" for one in fitting)
             message = (
                 f"the checkpoint has several data sets that may be this one ({_named(key)}): {positions}. Give data "
-                "sets of one size different seeds; to resume this run, use ab.batches(start=...) for each."
+                "sets of the same size different seeds; to resume this run, use ab.batches(start=...) for each."
             )
             raise DataError(message)
         if fitting:

@@ -106,7 +106,7 @@ def evaluate(
         for pairs in measure(metric, runner, planned):
             for name, pair in pairs.items():
                 totals[name] = totals[name] + pair if name in totals else pair
-    # Ranks sum equally long tensors, but a rank without data has no names of metrics.
+    # Ranks must sum tensors of the same length, but a rank without data does not know the metrics' names.
     names = sorted(set().union(*world.gather_objects(sorted(totals))))
     if not names:
         raise _nothing_to_evaluate()
@@ -130,7 +130,7 @@ def _over_whole_set(metric: OverWholeSet, runner: _Runner, batches: Iterable[Any
     for number, planned in enumerate(runner.planned(batches)):
         num_samples += planned.plan.num_samples
         for unit, output in runner.outputs(planned, rows):
-            if unit.weight:  # a unit of weight 0 repeats samples, to keep ranks in lockstep
+            if unit.weight:  # a micro-batch of weight 0 repeats samples, to keep ranks in lockstep
                 own_rows.append(([(number, position) for position in planned.plan.positions(unit)], output))
     all_rows = [rows for of_rank in runner.world.gather_objects(own_rows) for rows in of_rank]
     if not all_rows:
@@ -148,14 +148,14 @@ def _over_whole_set(metric: OverWholeSet, runner: _Runner, batches: Iterable[Any
 def _over_samples(metric: "Loss | MetricFunction", runner: _Runner, planned: PlannedBatch) -> Iterator[TotalsAndCounts]:
     """Yield (total, count) of each metric for every micro-batch."""
     for unit, pairs in runner.outputs(planned, partial(_measure, metric, runner)):
-        if unit.weight:  # a unit of weight 0 repeats samples, to keep ranks in lockstep
+        if unit.weight:  # a micro-batch of weight 0 repeats samples, to keep ranks in lockstep
             yield pairs
 
 
 def _across_samples(
     metric: "Loss | MetricFunction", runner: _Runner, planned: PlannedBatch
 ) -> Iterator[TotalsAndCounts]:
-    """Yield (total, count) of metrics across samples, for the whole effective batch, on one rank only."""
+    """Yield (total, count) of metrics that compare samples, computed from the whole effective batch; on one rank."""
     assert isinstance(metric, Loss)
     context, world = runner.context, runner.world
     # Neither first nor last, since an evaluation reduces no gradients.
@@ -257,8 +257,8 @@ def stale_statistics(modules: nn.Module) -> str:
     if not names:
         return ""
     return (
-        f"{len(names)} BatchNorm layer{'s' * (len(names) > 1)} (first {names[0]!r}) evaluate the averaged weights with "
-        "running statistics of the trained weights. Recompute the statistics first: with "
+        f"the averaged weights are evaluated, but {len(names)} BatchNorm layer{'s' * (len(names) > 1)} (first "
+        f"{names[0]!r}) use running statistics of the trained weights. Recompute the statistics first: with "
         "engine.average.in_place(): torch.optim.swa_utils.update_bn(loader, model)."
     )
 

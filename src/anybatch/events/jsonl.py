@@ -148,7 +148,7 @@ class RunRecorder:
         self._log, self.num_steps = log, first_step
 
     def step(self, loss: Scalar, *, num_samples: int = 0, **metrics: Scalar) -> None:
-        """Log a step with its loss and metrics; `learning_rate` and `gradient_norm` are drawn as for the engine."""
+        """Log a step with its loss and metrics; `learning_rate` and `gradient_norm` are plotted as for the engine."""
         norm, rate = metrics.pop("gradient_norm", None), metrics.pop("learning_rate", None)
         both = {"rank": 0, "num_samples": num_samples}
         unused = {"epoch": 0, "sample_offset": 0, "num_micro_batches": 1, "losses": {}, "counts": {}, "clipped": None}
@@ -162,7 +162,7 @@ class RunRecorder:
 
 @contextlib.contextmanager
 def record(path: str | os.PathLike[str], /, *, first_step: int = 0, **settings: object) -> Iterator[RunRecorder]:
-    """Log a training loop that does not use the engine, for `anybatch watch`; call it on one rank.
+    """Log a training loop that does not use the engine, with its settings, for `anybatch watch`; call it on one rank.
 
     `path` is the folder of the run, or a file `*.jsonl`. `first_step` is the number of steps before a resume.
     """

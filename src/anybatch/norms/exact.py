@@ -115,7 +115,7 @@ class BatchNormReplacement(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         running_mean, weight, bias = (given.get(name) for name in ("running_mean", "weight", "bias"))
         call = BatchNormCall(given["input"], running_mean, weight, bias, given.get("eps", 1e-5))
-        # Without autocast, as in torch's kernel, whose input autocast does not convert.
+        # Autocast is disabled, because it does not convert the input of torch's batch_norm either.
         with torch.autocast(call.values.device.type, enabled=False):
             return self._normalise(call)
 
@@ -228,7 +228,7 @@ class _CancelledError(BaseException):
 
 
 def blocks_of(modules: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Module]:
-    """Return the modules to checkpoint by name; for None, the outermost ones (not the model) with a BatchNorm child."""
+    """Return the modules to checkpoint; for None, the outermost ones, but not the model, with a BatchNorm child."""
     named = dict(modules.named_modules())
     if names is not None:
         unknown = [name for name in names if name not in named]
@@ -291,7 +291,7 @@ class BlockCheckpoint:
             next(self._running.pop(), None)
 
 
-_SMALL_BYTES = 1 << 14  # smaller tensors stay on the device, because copying them takes too long for their memory
+_SMALL_BYTES = 1 << 14  # smaller tensors stay on the device, because they save less memory than a copy is worth
 _Key = tuple[object, ...]
 
 
@@ -325,7 +325,7 @@ class HostStore:
         if copy is None:
             copy = _HostCopy(tensor)
             self.num_bytes += num_bytes
-            # The weak reference to the storage prevents that another storage gets its address while the key is in use.
+            # The weak reference prevents another storage from getting this address while the key is in use.
             self._copies[key] = (StorageWeakRef(storage), weakref.ref(copy))
         return copy
 

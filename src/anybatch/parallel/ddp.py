@@ -42,7 +42,7 @@ _NO_BUFFER_SYNC: dict[str, Any] = (
 
 
 class DDP:
-    """Replicas reduced by torch's DDP, with a hook that sums instead of averaging.
+    """Replicas whose gradients torch's DDP reduces, with a hook that sums instead of averaging.
 
     The loss function is called *inside* DDP's forward and receives the user's own model, so the gradients of all its
     methods, such as `model.encode`, are reduced. If it received the DDP wrapper, `wrapper.module.encode` would train
@@ -138,7 +138,7 @@ class DDP:
         """Return the gradients reduced by DDP; a rank without samples joins with zeros first."""
         if not self._reduced:
             self._join_with_zeros()
-        # No flags: DDP leaves `.grad` at None for a parameter that no rank has used.
+        # No flags of used parameters are needed: DDP leaves `.grad` at None for a parameter that no rank has used.
         agreement = StepAgreement(report_sums, (), self._world)
         agreement.start()
         report_sums, _ = agreement.wait()

@@ -77,7 +77,7 @@ def _with_local_part(part: Tensor, like: Tensor) -> Tensor:
 def norm_over_shards(gradients: Sequence[Tensor]) -> Float[Tensor, ""]:
     """Return the 2-norm of all gradients over all ranks, as a plain tensor; replicated elements count once.
 
-    The plain loop: `sum(g.full_tensor().square().sum() for g in gradients).sqrt()`.
+    In plain PyTorch: `sum(g.full_tensor().square().sum() for g in gradients).sqrt()`.
     """
     by_dimensions: dict[tuple[tuple[DeviceMesh, int], ...], list[Tensor]] = defaultdict(list)
     for gradient in gradients:

@@ -73,7 +73,7 @@ _NULL_CONTEXT = nullcontext()
 class FSDP:
     """Shards each repeated block of a model over the ranks separately, and then the rest of it.
 
-    The plain loop: `fully_shard` on each block and on the model, every module set to sum, reduction in the chosen
+    In plain PyTorch: `fully_shard` on each block and on the model, every module set to sum, reduction in the chosen
     micro-batches, and an optimizer over the shards. An already sharded model keeps its shards, and sums.
 
     Args:

@@ -48,7 +48,7 @@ class LocalSums:
         )
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
-        """Return a context that protects gradients from later micro-batches; one rank needs no reduction."""
+        """Return a context that copies first gradients, since a later backward may overwrite them."""
         return _NULL_CONTEXT if turn.last else self._first_copies
 
     def finish_gradients(

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 # Imported before any group exists: its functions capture the default group at import as a default argument. DDP and
-# torch.compile import it too; if that happens first within a group, that group never ends, with threads and sockets.
+# torch.compile import it too; if a group exists at the first import, its threads and sockets would never be closed.
 import torch
 import torch.distributed.nn.functional
 from torch import nn
@@ -53,7 +53,7 @@ def default_store(of: Any = distributed_c10d) -> Store:  # noqa: ANN401 (torch)
 
 
 def num_storage_users(storage: torch.UntypedStorage, of: Any = torch._C) -> int | None:  # noqa: ANN401 (torch)
-    """Return how many tensors share a storage: `_storage_Use_Count` without Python's wrapper; None if it is missing."""
+    """Return how many tensors share a storage: `_storage_Use_Count` minus the Python object; None if torch lacks it."""
     count = getattr(of, "_storage_Use_Count", None)
     return None if count is None else int(count(storage._cdata)) - 1
 
@@ -76,7 +76,7 @@ def leak_process_groups(of: Any = distributed_c10d) -> None:  # noqa: ANN401 (to
 
 @contextmanager
 def user_hooks_only(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Run only the user's forward hooks: the engine's hooks read the statistics of the first replica."""
+    """Run only the user's forward hooks in the context; the engine's hooks are needed for the first replica alone."""
     with needed_for(_REPLICAS):
         tables = [(part, part._forward_hooks) for module in modules for part in module.modules()]
     try:
@@ -193,7 +193,7 @@ class ShardedGroup:
     def drop_whole_gradients(self) -> None:
         """Drop gradients that have not been reduced yet, of parameters and of replicas.
 
-        From torch 2.15 on gathered parameters have them in `.grad`, and `unsharded_accumulated_grad` is read-only.
+        Since torch 2.15, gathered parameters store them in `.grad`, and `unsharded_accumulated_grad` is read-only.
         """
         for member in self._members:
             if not isinstance(getattr(type(member), "unsharded_accumulated_grad", None), property):

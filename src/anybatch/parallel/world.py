@@ -233,8 +233,8 @@ class World:
     def publish_failure(self, error: BaseException, step: int | None, *, ahead: bool = False) -> bool:
         """Publish this rank's error for ranks that will only see a broken connection; return whether it is the first.
 
-        `step` is the number of the step in which this rank failed, from 0 on; None between steps. With `ahead`, the
-        other ranks have completed this step, and will wait in the next one.
+        `step` is the number of the step in which this rank failed, from 0 on; None between steps. Set `ahead` if the
+        other ranks have already completed this step, and will wait for this rank in the next one.
         """
         # A `RankFailedError` only repeats the published failure of the first failed rank.
         if self.call_tracker is None or isinstance(error, RankFailedError):
@@ -245,7 +245,7 @@ class World:
             return True
 
     def fail_between_calls(self, error: BaseException, step: int) -> None:
-        """Publish this rank's error in or before a step, once, for ranks that wait for it in the next call."""
+        """Publish an error that this rank raised in or before a step, for ranks that wait for it in the next call."""
         if self.call_tracker is not None and self.publish_failure(error, step):
             self.call_tracker.fail(ahead=True)
 

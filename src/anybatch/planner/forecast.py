@@ -58,7 +58,7 @@ _COUNT_NUMBERS = 4  # of each rank: whether it has failed, its count, whether it
 
 
 def control_bytes(num_parameters: int, *, counts_need_data: bool) -> tuple[int, int]:
-    """Return the bytes of a rank's messages before and at the end of a step (not the first ones); 0: no message.
+    """Return the bytes that a rank sends before a step and at its end, from the second step on; 0: no message.
 
     If counts need the data, `World.gather_from` gathers a few numbers before the step. At the end of the step
     `parallel/agreement.py` gathers the loss of one term, a byte per parameter, two more, and `NUM_DIGESTS` digests.
@@ -83,8 +83,8 @@ def forecast(
     """Predict steps on 1, 2, 4, ... up to `world_size` ranks.
 
     A step consists of: exchanging counts if they need the data; forwards and backwards of the slowest rank, with
-    buckets reduced as its last backward completes them; the agreement of the control plane; the update. Each row
-    splits it into computing and waiting for the slowest rank, the network and the control plane.
+    buckets reduced as its last backward completes them; the control plane, where ranks agree that none has failed; the
+    update. Each row splits it into computing and waiting for the slowest rank, the network and the control plane.
 
     Args:
         workload: sizes of the model and batch, and the times of one rank.
@@ -139,7 +139,7 @@ def largest_useful(rows: Sequence[ForecastRow], workload: Workload) -> tuple[int
             "gradients and weights that wait for the network": more.exposed_seconds,
             "the control plane": more.control_seconds,
             "waiting for the slowest rank": more.straggler_seconds,
-            "what a step takes however few samples a rank has (of a micro-batch and the update)": more.update_seconds
+            "fixed time of micro-batches and the update, which more ranks do not shorten": more.update_seconds
             + workload.micro_batch.fixed_seconds * more.accumulation_steps,
         }
         name = max(waits, key=lambda one: waits[one])
@@ -189,7 +189,7 @@ def _row(
 def _replicated(
     workload: Workload, cluster: Cluster, num_ranks: int, micro_batches: Sequence[float]
 ) -> tuple[float, float]:
-    """Return the ends of the last backward and the last reduction of replicas, which send buckets during this backward.
+    """Return when the last backward and the last reduction end, for replicas, which send buckets in this backward.
 
     Buckets are completed at an even rate and reduced one after the other. If the network is slower than the backward,
     reductions follow each other without a pause; otherwise only the last bucket is exposed, or the last two if the last
@@ -310,7 +310,7 @@ def time_one_rank(
     clock: Callable[[], float] = time.perf_counter,
     world: World | None = None,
 ) -> Workload:
-    """Return the workload of weak scaling, from the times of steps with one micro-batch, two, and one of half the size.
+    """Time steps with one micro-batch, two, and one of half the size; return the workload, with equal work per rank.
 
     With `a + b m` seconds for a micro-batch of m samples, and u for the update and other work once per step:
 

@@ -18,7 +18,7 @@ FsdpReduction = Literal["every_micro_batch", "last_micro_batch"]
 Algorithm = Literal["best", "ring", "tree", "gloo"]
 
 BACKWARD_SHARE = 2 / 3
-"""Share of a micro-batch's time: the backward has two products (inputs and weights) per product of the forward."""
+"""Share of the backward in a micro-batch's time: it computes two matrix products for each one of the forward."""
 CONTROL_LATENCY_SECONDS = 100e-6
 """Minimum latency of a control-plane round, measured between two network namespaces of a busy machine
 (benchmarks/control_plane.py). TCP accounts for 30 us (benchmarks/results/several_hosts_cpu_2026-11-24.md), waking
@@ -148,7 +148,7 @@ class Cluster:
 
 
 USEFUL_GAIN = 1.5
-"""Twice the ranks are useful if they give at least this factor in samples per second, half of the ideal gain."""
+"""Twice the ranks are useful if samples per second grow by at least this factor: +50%, half of the ideal +100%."""
 _HEAD = ("ranks", "samples", "split", "step", "samples/s", "efficiency", "slowest", "network", "control")
 _PARTS = (
     ("computing", "compute_seconds", 0),
@@ -162,7 +162,7 @@ _FAINT = "#8C8C8C"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastRow:
-    """A step on one number of ranks.
+    """The forecast for a step on a number of ranks.
 
     Attributes:
         world_size: number of ranks.
@@ -171,7 +171,7 @@ class ForecastRow:
         accumulation_steps: micro-batches of the rank with the most samples.
         step_seconds: time of the step, the sum of the last five fields.
         samples_per_second: throughput of all ranks.
-        efficiency: throughput relative to ranks times the throughput of one rank.
+        efficiency: throughput divided by (number of ranks x throughput of one rank).
         compute_seconds: forwards and backwards of an average rank.
         straggler_seconds: delay of the slowest rank.
         exposed_seconds: communication of gradients and weights that computation does not hide.
@@ -287,7 +287,7 @@ class ForecastReport:
 
 
 def draw_forecast(report: ForecastReport, path: Path) -> None:
-    """Draw predicted and ideal samples per second, and the parts of a step below; both by ranks.
+    """Draw two charts over the number of ranks: samples per second (predicted and ideal), and the parts of a step.
 
     Raises:
         UserError: matplotlib is not installed, or the file name does not end in .png, .svg or .pdf.

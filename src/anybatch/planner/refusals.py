@@ -64,7 +64,7 @@ def check_loop_length(num_operations: int) -> None:
 def untraced_features(modules: nn.Module) -> tuple[str, ...]:
     """Return notes on features that a trace does not follow, and how they affect the plan."""
     if any(map(is_compiled, modules.modules())):
-        return ("the plan is for the model without torch.compile, with which published runs need 2 to 8% less memory",)
+        return ("the plan is for the model without torch.compile; published compiled runs need 2 to 8% less memory",)
     return ()
 
 
@@ -105,7 +105,7 @@ def as_planning_errors(modules: nn.Module, read_at: Callable[[], str] = str) -> 
             f"({type(error).__name__}: {first}){user_location(traceback.walk_tb(error.__traceback__), names)}. {why}"
         )
         if read_at():
-            message += f" Before that, it read a number or bool from a tensor, which fake tensors lack{read_at()}."
+            message += f" Before that, the step read the value of a tensor{read_at()}; fake tensors have no values."
         raise CannotPlanError(message) from error
     finally:
         log.disabled = was_disabled
@@ -156,8 +156,8 @@ class HostReads(TorchDispatchMode):
     With real data the program might branch differently. To detect this, the program runs again with other made-up
     values (`other`), and the two traces are compared.
 
-    For a number drawn by `torch.rand`, or a comparison with it, the value is that of a draw near 1 (with `other`: near
-    0), so that a layer with drop probability 0 is never dropped. (`torch.rand` returns 0 once in 16 million.)
+    A number drawn by `torch.rand` is taken to be near 1 (with `other`: near 0), also in comparisons. It is never 0, so
+    a layer with drop probability 0 is never dropped. (`torch.rand` returns 0 once in 16 million.)
     """
 
     def __init__(self, phase: Callable[[], Phase], *, other: bool = False) -> None:

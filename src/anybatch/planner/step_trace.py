@@ -75,9 +75,9 @@ def trace_step(
     *,
     other_answers: bool = False,
 ) -> StepTrace:
-    """Run `Engine.step` twice on a fake twin and return the allocations.
+    """Run `Engine.step` twice on a fake twin (a copy with fake tensors) and return the allocations.
 
-    The spec is not changed, no data is read, and almost no memory is allocated.
+    The spec is not changed, no data is read, and almost no memory is allocated. `other_answers`: see `HostReads`.
 
     Raises:
         CannotPlanError: the step cannot run without data.
@@ -181,7 +181,7 @@ class _TwinRun:
         engine = self._engine = self._new_engine()
         self.sharded = any(map(is_dtensor, self.modules.parameters()))
         if self.sharded and spec.profile != "cpu":
-            # The full model was in host memory; moving a module needs less device memory than gathering it later.
+            # Begin here: the full model was in host memory, and moving a module needs less than gathering it later.
             self.first_event = ledger.num_events
         ledger.categorize("weights", map(local_part, self.modules.parameters()))
         # By default the optimizer would choose `foreach` for a CPU, the device of the fake parameters.

@@ -43,7 +43,7 @@ def prepare(
 ) -> PreparedRun:
     """Build a run, load its newest checkpoint if there is one, and write its header.
 
-    `header` is the header of the run to resume; None for a new run.
+    `header` is the header of the run to resume, with its settings so far; None for a new run.
     """
     former = None if header is None else header.stretches[-1]
     settings = resolve_settings(job, given, None if former is None else former.settings, world_size=world.size)

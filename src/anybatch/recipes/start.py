@@ -122,7 +122,7 @@ def start(
     assert rate is not None
     job = dataclasses.replace(job, defaults=config)
     dataset = job.dataset()
-    # A step is not larger than the data set; this also limits the batch size of the tuned rate.
+    # A step is at most the whole data set; the same limit applies to the base batch size.
     first = sizes_of(size)[0]
     step_size = _largest_step(dataset, first)
     base = _largest_step(dataset, config.base_batch_size or first)
@@ -162,7 +162,7 @@ def start(
         text = f"steps of {size}; the learning rate is scaled to {step_size:,} and stays constant over the ramp"
         engine.decisions["samples"] = text
     elif step_size < size:
-        text = f"steps of {step_size:,} samples, the whole data set, instead of {size:,}; the learning rate too"
+        text = f"steps of {step_size:,} samples (the whole data set) instead of {size:,}, also for the learning rate"
         engine.decisions["samples"] = text
     return JobRun(
         job=job,

@@ -121,7 +121,7 @@ def test_kinds_of_step(two_ranks: Ranks, tmp_path: Path) -> None:
     assert first.loading
     assert first.loading_alone
     assert not second.loading_alone
-    assert told.read_text(encoding="utf-8").startswith("2 ranks: loading a share")
+    assert told.read_text(encoding="utf-8").startswith("2 ranks: loading the samples of a rank")
 
 
 def test_reports_are_the_same_on_all_ranks(two_ranks: Ranks) -> None:

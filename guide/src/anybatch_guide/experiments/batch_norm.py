@@ -168,7 +168,7 @@ def gradient_errors() -> list[dict[str, Any]]:
     return [
         {"way": config.name, "micro_batch_size": size, "relative_error": gradient_error(config, size)}
         for config in CONFIGS
-        if config.name != "ghost"  # it normalizes groups by definition, so no whole-batch gradient is its reference
+        if config.name != "ghost"  # it normalizes groups by definition, so it has no whole-batch gradient as reference
         for size in (ERROR_SIZES if config.sizes == SIZES else config.sizes)
     ]
 

@@ -13,7 +13,8 @@ INNER_LINK, PER_HOST = "150GB/s,2us", 8
 STRATEGIES: tuple[StrategyName, ...] = ("all_reduce", "zero1", "fsdp")
 STEPS, MAX_RANKS = (1, 4, 16), 1024
 SAMPLE_SECONDS, FIXED_SECONDS, UPDATE_SECONDS = 0.0028, 0.004, 0.003
-"""Seconds of ResNet-50 at 224 x 224 in mixed precision on a GPU of 2017 (about 360 images per second)."""
+"""Times of ResNet-50 at 224 x 224 in mixed precision on a GPU of 2017 (about 360 images per second): per sample, fixed
+per micro-batch, and per update."""
 GRADIENT_BYTES, MICRO_BATCH_SIZE, EFFECTIVE_BATCH_SIZE = 102_000_000, 32, 8192
 
 

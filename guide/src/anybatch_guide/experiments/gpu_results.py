@@ -1,4 +1,7 @@
-"""Measurements on a GPU, read from the tables in `benchmarks/results`: memory by counter, and speed by micro-batch."""
+"""Measurements on a GPU, read from the tables in `benchmarks/results`.
+
+They are the memory by counter (allocated, reserved, device), and the speed by micro-batch size.
+"""
 
 from pathlib import Path
 from typing import Final
@@ -55,7 +58,7 @@ def device_of(file: str) -> str:
 
 
 def text_of(file: str) -> str:
-    """Return the text of a file of results, which is only in a clone."""
+    """Return the text of a results file; these exist only in a clone of the repository, not in the package."""
     path = FOLDER / file
     if not path.exists():
         message = f"{path} does not exist. Record this in a clone of the repository."

@@ -16,7 +16,7 @@ PARTS = (4, 2, 8)
 LEARNING_RATE = 2.0
 """High enough to see how the weights move."""
 UNIT = 1e-4
-"""Unit of the integers of a strip; differences are floats."""
+"""Numbers to draw are stored as integer multiples of this unit; differences are stored as floats."""
 
 
 def run(emit: Emit) -> Data:
@@ -39,7 +39,10 @@ def run(emit: Emit) -> Data:
 
 
 def cut_data(sizes: list[int], full_gradients: Mapping[torch.dtype, Tensor]) -> dict[str, Any]:
-    """Return the running sums of micro-batches of the given sizes; for unequal sizes also with the wrong factor 1/N."""
+    """Return the running sums of micro-batches of the given sizes.
+
+    For unequal sizes, also return the wrong sums, in which each of N micro-batches has the weight 1/N.
+    """
     right = list(running_sums(sizes, torch.float32))
     last = list(running_sums(sizes, torch.float64))[-1]
     difference = right[-1] - full_gradients[torch.float32]

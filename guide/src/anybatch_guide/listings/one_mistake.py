@@ -2,7 +2,7 @@
 
 python -m anybatch_guide.listings.one_mistake no_division 16       four micro-batches; their means are added
 python -m anybatch_guide.listings.one_mistake clip_each 16         clipped after each micro-batch
-python -m anybatch_guide.listings.one_mistake mean_of_means 21     21 + 21 + 21 + 1: the last counts 21-fold
+python -m anybatch_guide.listings.one_mistake mean_of_means 21     21 + 21 + 21 + 1 samples: the last counts 21 times
 torchrun --nproc-per-node 2 -m anybatch_guide.listings.one_mistake no_division 8
 """
 

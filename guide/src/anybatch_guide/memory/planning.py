@@ -65,8 +65,8 @@ class OfferedModel:
     name: str  # name of the model for `anybatch plan`
     sequence_lengths: tuple[int, ...]  # tokens per sample
     precisions: tuple[PrecisionName, ...]  # number formats
-    # whether the page offers several ranks. A large model is rarely replicated on every rank, and checking that
-    # replicas start equal needs hundreds of thousands of digests
+    # whether the page offers several ranks; not for a large model, which is rarely replicated on every rank, and whose
+    # trace would have hundreds of thousands of checksums, by which replicas are compared
     with_ranks: bool = True
 
     def variants(self) -> Iterator[Variant]:
@@ -103,7 +103,7 @@ class Traced:
 
 
 def trace(variant: Variant) -> Traced:
-    """Trace a step; return its memory for any micro-batch size, verified at a third traced size."""
+    """Trace a step at two micro-batch sizes, derive its memory for any size, and verify that at a third size."""
     task = variant.task()
     ready, _ = built(task)
     return Traced(

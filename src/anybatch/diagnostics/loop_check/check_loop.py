@@ -34,11 +34,11 @@ def check_loop(
     ranks: Literal[1, 2] | None = None,
     time_limit_seconds: float = 20.0,
 ) -> LoopReport:
-    """Judge an unchanged training loop: does each optimizer step use the gradient of its unsplit batch?
+    """Judge an unchanged training loop: do its steps use the same gradients as if their batches were not split?
 
     The loop is a function of a model, a loader or data set, and usually an optimizer and a number of accumulation
     steps; `judged_loop.ROLES` has the names that parameters may have. It runs for two epochs on 31 samples in
-    micro-batches of 4 and windows of 3, on a model whose gradient shows the weight of each sample. A loop that uses
+    micro-batches of 4, 3 for each step, on a model whose gradient shows the weight of each sample. A loop that uses
     torch.distributed runs on two processes with gloo.
 
     It runs in a subprocess, in a temporary copy of the working folder: see `sandbox`.

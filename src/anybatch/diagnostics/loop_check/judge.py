@@ -34,11 +34,11 @@ LOSS_SCALE = 1024.0
 
 
 def judge(loop: JudgedLoop, traces: Sequence[LoopTrace]) -> LoopReport:
-    """Return the report on one kind of data, with faults in the gradient first."""
+    """Return the report on runs of a loop on one kind of data, such as tokens; faults in the gradient come first."""
     if traces[0].has_more_passes and not traces[0].steps:
         message = (
-            f"{loop.name} made no step in {len(traces[0].forwards)} micro-batches, and was stopped. Give it a "
-            f"parameter accumulation_steps (it will be {ACCUMULATION_STEPS}), or accumulate over fewer micro-batches."
+            f"{loop.name} made no step in {len(traces[0].forwards)} micro-batches, and was stopped. Accumulate over "
+            f"fewer, or give it a parameter accumulation_steps (the check passes {ACCUMULATION_STEPS})."
         )
         raise LoopError(message)
     return _Judge(loop, traces).report()
@@ -49,7 +49,7 @@ class _Judge:
 
     def __init__(self, loop: JudgedLoop, traces: Sequence[LoopTrace]) -> None:
         self.loop, self.traces = loop, traces
-        # Only loops on one rank are run again with other settings; large gradients are always clipped.
+        # Only loops on one rank are run again with other settings; any clipping changes gradients this large.
         self.large_trace = loop.run(gain=LARGE_GAIN) if len(traces) == 1 else None
         with_other_seed = loop.run(seed=1).steps if len(traces) == 1 else []
         pairs = zip(traces[0].steps, with_other_seed, strict=False)
@@ -92,15 +92,15 @@ class _Judge:
             yield f"Unknown settings, with the values that the loop got: {guesses}."
         if not self.unit_gradients.scale_is_known:
             yield (
-                "The loop has no parameter for accumulation steps and an uncommon loss, so a factor that all gradients "
-                "share cannot be detected."
+                "The loop has no parameter for accumulation steps, and its loss is uncommon, so a factor that all "
+                "gradients share cannot be detected."
             )
         rows = self.unit_gradients.of(loop.ids)
         if rows is not None and (hidden := sorted(set(loop.ids) - set(visible(loop.ids, rows)))):
             yield f"The loss has no gradient for these samples, so they have no weight: {ranges(hidden)}."
 
     def _window(self, step: Step) -> Window:
-        """Return a step for the report; weights in a faulty step are relative to one batch of all samples."""
+        """Return a step for the report. Weights of a faulty step refer to gradients in a batch of all samples."""
         rows = self.unit_gradients.of(tuple(step.ids)) if step.is_clean else None
         rows = self.unit_gradients.of(range(len(step.gradient))) if rows is None else rows
         seen = tuple(step.ids) if rows is None else visible(tuple(step.ids), rows)
@@ -208,7 +208,7 @@ class _Judge:
                 continue
             if not is_combination(step.gradient, rows):
                 code = "draws_random_numbers" if self.is_random else "not_a_weighted_sum"
-                self._add(code, f"another gradient in step {step.number}", "a weighted sum", step.line)
+                self._add(code, f"no weighted sum of gradients in step {step.number}", "a weighted sum", step.line)
                 continue
             shares = shares_of(step, self.unit_gradients)
             # A window over two epochs has a finding already.
@@ -227,7 +227,7 @@ class _Judge:
     def _find_total_faults(self, weighed: Sequence[tuple[Step, list[Share]]]) -> None:
         """Find faults in the sum of the weights of a step."""
         totals = [total_of(shares) for _, shares in weighed]
-        if not self.unit_gradients.scale_is_known:  # then the first step defines 1
+        if not self.unit_gradients.scale_is_known:  # then relative to the first step's
             totals = [total / (totals[0] or 1.0) for total in totals]
         wrong = next((number for number, total in enumerate(totals) if not near(total, 1.0)), None)
         if wrong is None:
@@ -311,7 +311,7 @@ class _Judge:
                 for sample, times in step.ids.items():
                     unsplit[sample] = rows[sample] * times / step.ids.total()
             if not is_close(step.gradient, unsplit):
-                self._add("unexplained", f"other weights in step {step.number}", "see the table", step.line)
+                self._add("unexplained", f"wrong weights in step {step.number}", "those in the table", step.line)
 
 
 def _cause(shares: Sequence[Share], *, has_targets: bool) -> str:

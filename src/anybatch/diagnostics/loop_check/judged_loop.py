@@ -1,4 +1,4 @@
-"""Runs a loop on the probe model, as a user would call it. Only in subprocesses, because it changes torch globally."""
+"""Calls a loop as its user would, on the probe model (see `probe`). Only in subprocesses: it changes torch globally."""
 
 import inspect
 import re
@@ -32,9 +32,9 @@ from anybatch.parallel.launchers import set_launch_variables
 from anybatch.parallel.torch_internals import HashStore
 
 MICRO_BATCH_SIZE, ACCUMULATION_STEPS, NUM_EPOCHS, NUM_SAMPLES = 4, 3, 2, 31
-"""On one rank and on two, the last micro-batch is smaller than the others, and the last window shorter."""
+"""On one rank and on two, the last micro-batch and the last window (the micro-batches of a step) are smaller."""
 SMALL_GAIN, LARGE_GAIN = 2.0**-20, 2.0**20
-"""Gradients that are never clipped, and gradients that always are."""
+"""Factors that make gradients so small that they are never clipped, or so large that they always are."""
 ROLES: Mapping[str, str] = MappingProxyType(
     {
         "model": r"model|net|network|module|ddp_model",
@@ -75,7 +75,7 @@ _RANK_NAMES = frozenset(
 
 
 def read_loop(function: Callable[..., Any], time_limit_seconds: float) -> "JudgedLoop":
-    """Find the arguments that a loop needs in its signature and in the names that its code uses."""
+    """Find out which arguments a loop needs, from its signature and from the names in its code."""
     roles = _roles_in_signature(function)
     names = _names_used(function)
     streams = {name for name in names if role_of(name) == "get_batch"}
@@ -186,7 +186,7 @@ class JudgedLoop:
     time_limit_seconds: float
     roles: Mapping[str, str]  # parameter name -> role, for all parameters that are recognised
     needed: frozenset[str]  # all roles, as parameters or as attributes of a settings object
-    is_stream: bool  # the loop requests single batches, so that no batch is the last one
+    is_stream: bool  # the loop requests one batch at a time, so it sees no end of an epoch
     uses_ranks: bool  # uses torch.distributed
     expects_wrapper: bool  # expects a model that is already wrapped in DistributedDataParallel
     uses_scaler: bool  # uses a GradScaler
@@ -211,7 +211,7 @@ class JudgedLoop:
 
     @property
     def ids(self) -> range:
-        """The ids of an epoch's samples; a loop that requests single batches has full windows only."""
+        """The ids of an epoch's samples; if the loop requests one batch at a time, they fill whole windows."""
         window = MICRO_BATCH_SIZE * ACCUMULATION_STEPS
         return range(NUM_SAMPLES // window * window if self.is_stream else NUM_SAMPLES)
 

@@ -1,4 +1,4 @@
-"""The report on a loop: findings, a verdict, and a table of its optimizer steps."""
+"""The report on a loop: findings, a verdict, and a table of its windows (the micro-batches of an optimizer step)."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from anybatch.core.units import columns
 
 _TEXTS = """\
 never_steps: No optimizer with the model's parameters makes a step.
-    Call optimizer.step() once per window, on an optimizer for model.parameters().
+    Call optimizer.step() once per window of micro-batches, on an optimizer for model.parameters().
 does_not_end: The loop did not end and was stopped; the other findings are about the steps before that.
     Give the loop a parameter epochs or max_steps, and end it there.
 steps_every_micro_batch: The optimizer steps after every micro-batch, so nothing is accumulated.
@@ -24,7 +24,7 @@ zero_grad_inside_window: Gradients are cleared between the micro-batches of a wi
     Call zero_grad() right after optimizer.step(), under the same condition.
 zero_grad_before_step: Gradients are cleared after the last backward and before optimizer.step().
     Call zero_grad() after optimizer.step(), not before it.
-tail_carried: The last micro-batches of an epoch are added to the next epoch, and lost after the last one.
+tail_carried: The last micro-batches of an epoch are added to the next epoch; those of the last epoch are lost.
     Step at the end of the epoch too: if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader).
 tail_dropped: The last micro-batches of an epoch are never part of a step.
     Step at the end of the epoch too: if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader).
@@ -38,9 +38,9 @@ wrong_total: The gradients are too large or too small, by different factors.
     Divide loss sums by the items that the loss is a mean over, counted over the window.
 mean_of_means: Micro-batches of different sizes count equally, so a sample in a smaller one counts more.
     Add up loss sums and divide by the number of samples in the window, not by micro-batches.
-mean_of_token_means: Micro-batches with different numbers of targets count equally, so a target among few counts more.
+mean_of_token_means: Micro-batches with different numbers of targets count equally: with few targets, each counts more.
     Add up the losses of all targets and divide by the number of targets in the window.
-mean_of_weighted_means: The loss is a mean over class weights or unmasked samples, and these means count equally.
+mean_of_weighted_means: Class-weighted or masked means count equally, although micro-batches differ in total weight.
     Use reduction='sum' and divide by the total over the window, such as weight[targets].sum().
 uneven_ranks: Ranks with shares of different sizes count equally, so a sample in a smaller share counts more.
     Divide by the number of samples of all ranks; multiply by the number of ranks if gradients are averaged.
@@ -67,7 +67,7 @@ clips_every_micro_batch: Gradients are clipped after every micro-batch, before t
 clips_after_step: Gradients are clipped after optimizer.step(), so clipping has no effect.
     Clip right before optimizer.step().
 not_reduced: Ranks step with different gradients, so their parameters drift apart.
-    Reduce gradients before optimizer.step(); leave no_sync() in the last micro-batch of every window.
+    Reduce gradients before optimizer.step(); do not use no_sync() for the last micro-batch of a window.
 reduces_every_micro_batch: Gradients are reduced after every micro-batch: correct, but slow.
     Run all micro-batches of a window but the last inside model.no_sync(), forward and backward.
 no_sync_around_backward_only: Gradients are reduced after every micro-batch, because the forward is outside no_sync().
@@ -205,7 +205,7 @@ def _rows(window: Window) -> list[tuple[str, str, str]]:
 
 
 def fraction(weight: float) -> str:
-    """Return a weight as a fraction such as 1/12 if it is close to one, else with four digits."""
+    """Return a weight as a fraction such as 1/12 if it nearly equals such a fraction, else with four digits."""
     near = Fraction(weight).limit_denominator(400)
     if near.numerator != 0 and abs(float(near) - weight) <= 1e-6 * abs(weight):
         return str(near)

@@ -136,7 +136,7 @@ _DRAWS: Mapping[str, Callable[[_Draw], Tensor]] = {
     "multinomial": _most_likely,
     "randperm": lambda d: torch.arange(len(d.output), device=d.output.device).roll(len(d.output) // 2),
     "exponential": lambda d: -d.uniform().log() / d.arguments.get("lambd", 1.0),
-    # Instead of drawing, a value computed from the parameters of the distribution, which belong to each sample.
+    # These do not draw, but compute a value from the distribution's parameters, which each sample has separately.
     "poisson": lambda d: d.arguments["self"].round(),
     "_standard_gamma": lambda d: d.arguments["self"],
     "_sample_dirichlet": lambda d: d.arguments["self"] / d.arguments["self"].sum(-1, keepdim=True),

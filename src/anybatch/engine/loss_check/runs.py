@@ -50,7 +50,7 @@ class Piece(NamedTuple):
 class LossParts:
     """The loss, and everything that a run of it needs.
 
-    `leaves` returns the tensors whose gradients are compared, by name. `gather` returns a whole gradient of a shard.
+    `leaves` returns the tensors whose gradients are compared, by name. `gather` returns the whole gradient for a shard.
     """
 
     loss: Loss
@@ -77,7 +77,7 @@ class LossRuns:
         self.draws, self._norms = FixedDraws(), FixedBatchStatistics()
         self.returned_number = False
         self.seed = 0
-        self.has_aligned_draws = False  # Python and numpy draw the same numbers for any samples
+        self.has_aligned_draws = False  # whether Python and numpy draw the same numbers whatever the samples
         self._generators = generators
         self._buffers = [kept_buffers(nn.ModuleList([parts.modules, *modules_of(parts.loss.functions.values())]))]
         self._wide: torch.dtype | None = None
@@ -100,7 +100,7 @@ class LossRuns:
     def widened(self) -> Iterator[torch.dtype]:
         """Run on copies of the modules in float64 within the context; very large bf16 or fp16 models use float32.
 
-        The copies are shallow: attributes that a forward sets are dropped with them; user parameters do not change.
+        The copies are shallow. Attributes that a forward sets on them are lost; the original parameters do not change.
         """
         num_elements = sum(leaf.numel() for leaf in self.parts.leaves().values())
         dtype = torch.float64 if num_elements <= _MAX_WIDENED else torch.float32
@@ -129,7 +129,7 @@ class LossRuns:
         counts = [self.counts(piece) for piece in pieces]
         divisors = [sum(column) for column in zip(*counts, strict=True)]
         if not any(divisors):
-            message = "these samples have no items of the loss"
+            message = "these samples have nothing that the loss averages over (all tokens are ignored, for example)"
             raise NothingToCompareError(message)
         if is_full:
             self._norms.reset()
@@ -236,7 +236,7 @@ def difference(full: Gradients, other: Gradients) -> tuple[float, int]:
 
 
 def _adds_up(loss: Loss, name: str, value: object) -> bool:
-    """Return whether a term returned a finite sum, which contributes to the loss even if a piece has a count of 0."""
+    """Return whether a term's value is a finite sum, which adds to the loss even if the piece has a count of 0."""
     # By name, since a declaration that was copied or unpickled has equal items, but not the same objects.
     if loss.kind.terms[name].items.name != COUNTED.name:
         return False

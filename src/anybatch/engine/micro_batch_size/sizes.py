@@ -135,7 +135,7 @@ class RunSizes:
     def _restore_budget(
         self, saved: Mapping[str, Any], decisions: Mapping[str, str], budget: TokenBudget
     ) -> dict[str, str]:
-        """Restore the fixed cost of a micro-batch and, if the budget is the same, the limit in use and the layout."""
+        """Restore the fixed cost of a micro-batch; if the budget is the same, also its current limit and the layout."""
         tokens, restored = budget.tokens, {}
         is_same = saved.get("budget_tokens") == tokens
         if is_same and saved.get("packed") is not None:
@@ -146,8 +146,8 @@ class RunSizes:
             current = (saved.get("micro_batch_tokens") if is_same else None) or tokens
             self._use(dataclasses.replace(self.sizes, fixed_tokens=fixed, micro_batch_tokens=current))
             restored["micro_batch_size"] = (
-                f"at most {tokens:,} tokens, split at {current:,}; a micro-batch costs {fixed or 0:,.0f} tokens, "
-                "as in the checkpoint"
+                f"at most {tokens:,} tokens, currently {current:,}; the fixed cost of a micro-batch equals "
+                f"{fixed or 0:,.0f} tokens, as in the checkpoint"
             )
         return restored
 
@@ -193,7 +193,7 @@ class RunSizes:
     def shrink(self, plan: BatchPlan) -> tuple[int, int | None]:
         """Reduce the sizes from now on, the same on all ranks; return the largest micro-batch before and after.
 
-        "After" is None if no smaller size is possible. The run then equals, bit for bit, a run with the smaller sizes.
+        From then on, the run equals, bit for bit, a run with the smaller sizes. "After" is None if none is possible.
         """
         smaller, after = self.smaller_sizes(plan)
         if smaller is not None:
@@ -202,7 +202,7 @@ class RunSizes:
         return max(unit.num_samples for unit in plan.units), after
 
     def smaller_sizes(self, plan: BatchPlan) -> tuple[Sizes | None, int | None]:
-        """Return sizes with twice as many micro-batches as this plan, nearly equal, and the largest micro-batch's size.
+        """Return sizes for twice as many micro-batches of nearly equal sizes, and the size of the largest of them.
 
         Return (None, None) if no smaller size is possible; then `why_not_smaller` is the reason.
         """
@@ -215,7 +215,7 @@ class RunSizes:
             self.why_not_smaller = f"they cannot be smaller than {smallest}"
             return None, None
         if sizes.micro_batch_tokens is not None:
-            # A longer sample runs alone. The number of samples depends on lengths, so half of it is an estimate.
+            # A sample longer than this runs alone. How many fit depends on lengths: half as many is an estimate.
             tokens = ceil_div(sizes.micro_batch_tokens, 2)
             return dataclasses.replace(sizes, micro_batch_tokens=tokens), ceil_div(before, 2)
         # All ranks use the same size, so the rank with the most micro-batches determines it.
@@ -307,7 +307,7 @@ class RunSizes:
         name = trial.context.strategy.capabilities.name
         message = (
             f"micro_batch_size='auto' cannot try sizes on accelerators with strategy {name!r}. If a rank ran out of "
-            f"memory, others would wait in a collective forever, and there is no plan{reason and f' ({reason})'}. "
+            f"memory, others would wait forever. Memory was not planned either{reason and f' ({reason})'}. "
             "Set micro_batch_size, or plan it: anybatch.sizes.Auto(largest=planned_largest(...))."
         )
         raise CompositionError(message)
