@@ -182,7 +182,7 @@ class MemoryRecording:
             begin_peak(self._device)
             now = self._allocator()
             self._retries_before = 0 if now is None else now.num_retries
-        # If the ledger cannot be entered, stop observing the engine.
+        # If the ledger (which records allocations) cannot be entered, stop observing the engine.
         with ExitStack() as stack:
             stack.enter_context(self._engine.observed_by(self, self._register_inputs))
             stack.enter_context(self._ledger)

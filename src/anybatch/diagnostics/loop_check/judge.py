@@ -126,7 +126,7 @@ class _Judge:
             value = f"still running after {len(self.traces[0].forwards)} forwards"
             self._add("does_not_end", value, "two passes over 31 samples", last_line)
         if not self.steps:
-            self._add("never_steps", "0 steps in two epochs", "one per window")
+            self._add("never_steps", "0 steps in two epochs", "one per window of micro-batches")
             return
         self._find_step_faults()
         if "steps_every_micro_batch" not in self.findings:
