@@ -12,15 +12,15 @@ from tests.architecture.source_tree import ROOT
 
 KB = 1000
 BUDGETS = {
-    "app.js": 46 * KB,
-    "app.css": 14 * KB,
-    "math.woff2": 60 * KB,
+    "app.js": 47 * KB,
+    "app.css": 15 * KB,
+    "math.woff2": 36 * KB,
     "watch/app.js": 40 * KB,
     "watch/app.css": 8 * KB,
 }
 """Maximum gzipped bytes of the files that are loaded first."""
-TEXT_BUDGET, EMBEDDED_BUDGET, RECORDINGS_BUDGET, FOLDER_BUDGET = 100 * KB, 13 * KB, 1200 * KB, 2550 * KB
-SCRIPT_BUDGET = 160 * KB
+TEXT_BUDGET, EMBEDDED_BUDGET, RECORDINGS_BUDGET, FOLDER_BUDGET = 101 * KB, 13 * KB, 1200 * KB, 2900 * KB
+SCRIPT_BUDGET = 176 * KB
 """Maximum gzipped bytes of all scripts of the guide."""
 FIRST_LOAD_BUDGET = 215 * KB
 """Maximum gzipped bytes before scrolling, with both fonts."""

@@ -6,18 +6,27 @@ import subsetFont from "subset-font";
 
 const SIGNS = [
   [0x20, 0x7e], // Latin
-  [0x391, 0x3a9], // Greek
-  [0x3b1, 0x3c9],
+  [0x3b1, 0x3c9], // Greek
   [0x1d434, 0x1d467], // italic Latin, used for <mi>x</mi>
-  [0x1d6e2, 0x1d71b], // italic Greek
+  [0x1d6fc, 0x1d714], // italic Greek
 ];
-const OTHERS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻ℎ·×÷±−∓∗∘√∞∂∇∑∏∫≈≠≡≤≥≪≫∈∉⊂⊆∪∩∀∃→←↔⇒⇐⇔↦…⋯⋮⌈⌉⌊⌋⟨⟩‖∣′″ℝℕ𝔼𝒩ℒ𝒪\u2061\u2062\u2063\u00af\u02c6\u02dc\u203e\u23de\u23df";
+const OTHERS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻ℓ·×±−√∞∂∇∑≈≠≤≥∈→←…\u2061\u2062\u2063\u00a0\u00af\u02c6\u02dc\u203e";
 
 const FULL = createRequire(import.meta.url).resolve("@fontsource/stix-two-math/files/stix-two-math-latin-400-normal.woff2");
 
+const TEXT = SIGNS.map(([first = 0, last = 0]) => Array.from({ length: last - first + 1 }, (_, at) => String.fromCodePoint(first + at)).join("")).join("") + OTHERS;
+
 export async function mathFont() {
-  const ranges = SIGNS.map(([first = 0, last = 0]) => Array.from({ length: last - first + 1 }, (_, at) => String.fromCodePoint(first + at)).join(""));
-  return subsetFont(readFileSync(FULL), ranges.join("") + OTHERS, { targetFormat: "woff2" });
+  return subsetFont(readFileSync(FULL), TEXT, { targetFormat: "woff2" });
+}
+
+/**
+ * The signs of a page's equations that the font lacks.
+ * @param {string} page HTML with MathML
+ */
+export function missingSigns(page) {
+  const texts = [...page.matchAll(/<math[^]*?<\/math>/g)].map(([equation]) => equation.replace(/<[^>]*>/g, "").replace(/&[a-z]+;/g, ""));
+  return [...new Set(texts.join(""))].filter((sign) => !TEXT.includes(sign) && sign.trim());
 }
 
 /** Only the raised digits: the first screen needs them, equations come later. */

@@ -16,7 +16,7 @@ import { chunkFiles } from "./chunks.js";
 import { quoted, ROOT } from "./code.js";
 import { digest, sha256, sources } from "./digest.js";
 import { rounded } from "./drawings.js";
-import { mathFont, raisedFont } from "./font.js";
+import { mathFont, missingSigns, raisedFont } from "./font.js";
 import { contentLater } from "./later.js";
 import { proseOnce } from "./prose.js";
 import { recordings, recordingElements } from "./recordings.js";
@@ -38,6 +38,8 @@ try {
   files.set("app.css", guide.style);
   files.set("math.woff2", await mathFont());
   files.set("raised.woff2", await raisedFont());
+  const missing = missingSigns([body, ...chunkFiles(guide.chunks).values()].join(""));
+  if (missing.length) throw new Error(`add to OTHERS in make/font.js: ${missing.join(" ")}`);
   files.set("index.html", page("index.html", rounded(body), recordingElements(all, needs)));
   files.set("watch/index.html", page("watch.html", "", ""));
   files.set("watch/app.js", watch.chunks[0]?.code ?? "");
