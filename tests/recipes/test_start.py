@@ -81,7 +81,7 @@ def test_the_learning_rate_follows_what_a_step_sees() -> None:
     run = start(JOB, RunConfig(effective_batch_size=4000))
     with pytest.warns(AnyBatchWarning):
         assert rates_of(run) == pytest.approx([0.1 * 10 / 2] * 2)
-    assert run.engine.decisions["samples"].startswith("steps of 10 samples, the whole data set, instead of 4,000")
+    assert run.engine.decisions["samples"].startswith("steps of 10 samples (the whole data set) instead of 4,000")
     assert "samples" not in start(JOB).engine.decisions
     same = dataclasses.replace(JOB.defaults, effective_batch_size=100, base_batch_size=100)
     assert start(dataclasses.replace(JOB, defaults=same, optimizer=Unheard)).rates[0].factor == 1.0
