@@ -264,7 +264,10 @@ def test_the_fixed_cost_is_measured_once(tmp_path: Any) -> None:
     number = said.partition("; ")[2].partition(" ")[0]
     with engine_of(large(), 1_600, check_loss=False) as engine:
         engine.load(tmp_path / "saved")
-        assert f"the fixed cost of a micro-batch equals {number} tokens, as in the checkpoint" in engine.decisions["micro_batch_size"]
+        assert (
+            f"the fixed cost of a micro-batch equals {number} tokens, as in the checkpoint"
+            in engine.decisions["micro_batch_size"]
+        )
     model = large()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     budget = ab.token_budget(1_600, fixed_tokens=10)
