@@ -325,3 +325,41 @@ def test_other_objects_and_second_calls(tmp_path: Path) -> None:
     trainer = ab.exact(Run(HEADS["Llama"], tmp_path).trainer)
     with raises(UserError, "already_exact"):
         ab.exact(trainer)
+
+
+class OwnLoss(hf.Trainer):  # type: ignore[misc, name-defined]
+    """A trainer whose loss is a mean over samples that ignores the count, as in many scripts."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        """Return the mean over samples."""
+        outputs = model(**inputs)
+        loss = nn.functional.cross_entropy(outputs.logits, inputs["labels"])
+        return (loss, outputs) if return_outputs else loss
+
+
+class OwnModel(nn.Module):
+    """A classifier that is no model of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Embedding(64, 8), nn.Linear(8, 3)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
+        """Return the mean loss over samples."""
+        hidden = (self.layer(input_ids) * attention_mask[..., None]).sum(1) / attention_mask.sum(1, keepdim=True)
+        return hf.utils.ModelOutput(loss=nn.functional.cross_entropy(self.head(hidden), labels))
+
+
+@pytest.mark.parametrize(
+    ("head", "trainer_class"),
+    [(HEADS["BERT, classes"], OwnLoss), (Head(OwnModel, classified), hf.Trainer)],
+    ids=["compute_loss", "module"],
+)
+def test_losses_of_scripts(head: Head, trainer_class: type[Any], tmp_path: Path) -> None:
+    """A trainer with its own `compute_loss`, and a plain module, become exact, also in a shorter last step."""
+    plain, run = (Run(head, tmp_path, trainer_class) for _ in range(2))
+    plain.trainer.train()
+    ab.exact(run.trainer).train()
+
+    assert plain.worst_error() > 1e-2
+    assert run.worst_error() < BOUND

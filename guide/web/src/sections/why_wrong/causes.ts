@@ -23,7 +23,7 @@ const LOSS = "loss = criterion(model(inputs), targets)";
 const BY_SAMPLES = `${LOSS}\n▸(loss * len(inputs) / samples_in_window).backward()`;
 const BY_CONSTANT = `${LOSS}\n▸(loss / accumulation_steps).backward()`;
 const MEAN_OF_MODEL = '▸def forward(self, input_ids, labels):\n    ...\n    return {"loss": F.cross_entropy(...)}';
-const BY_ITEMS = '▸def forward(self, input_ids, labels, **kwargs):\n    ...\n▸    return {"loss": loss_sum / kwargs["num_items_in_batch"]}';
+const BY_EXACT = "import anybatch as ab\n\n▸trainer = ab.exact(trainer)\ntrainer.train()";
 const WINDOW = "for inputs, targets in window:";
 const SYNC_LAST = "with nullcontext() if is_last else model.no_sync():";
 
@@ -71,9 +71,9 @@ export const CAUSES = {
   },
   trainer_loss: {
     title: "A Trainer adds the means of compute_loss",
-    why: "The Trainer does not divide if the model accepts num_items_in_batch, as the models of transformers do. Their built-in loss is correct; a mean is added once per micro-batch.",
+    why: "The Trainer does not divide if the model accepts num_items_in_batch, as the models of transformers do. Their built-in loss is correct. If yours returns a mean, the Trainer sums these means.",
     wrong: "def compute_loss(self, model, inputs, return_outputs=False, **kwargs):\n    ...\n▸    return F.cross_entropy(logits, labels)",
-    fix: "def loss(outputs, labels, num_items_in_batch):\n    ...\n▸    return loss_sum / num_items_in_batch\n\n▸Trainer(..., compute_loss_func=loss)",
+    fix: BY_EXACT,
     trainer: "compute_loss",
     check: JOB,
   },
@@ -81,7 +81,7 @@ export const CAUSES = {
     title: "A Trainer averages the means of a model",
     why: "If the model does not accept num_items_in_batch, the Trainer gives all micro-batches the same weight.",
     wrong: MEAN_OF_MODEL,
-    fix: BY_ITEMS,
+    fix: BY_EXACT,
     trainer: "module",
     check: JOB,
   },
@@ -89,7 +89,7 @@ export const CAUSES = {
     title: "A Trainer’s last micro-batch is not full",
     why: "In the last step, the Trainer divides by the number of micro-batches, so its few last samples count too much.",
     wrong: MEAN_OF_MODEL,
-    fix: BY_ITEMS,
+    fix: BY_EXACT,
     trainer: "module_ragged",
     check: JOB,
   },
@@ -261,7 +261,7 @@ export interface Measured extends Cause {
 export function measured(id: CauseId, data: WrongLosses, trainer: TrainerLosses): Measured {
   const cause: Cause = CAUSES[id];
   const errors = trainer.errors[cause.trainer ?? ""] ?? [];
-  const own = cause.trainer === undefined ? data.mistakes[id] : { amounts: [{ at: `step ${errors.length}`, amount: errors.at(-1) ?? NaN }], losses: trainer.losses[cause.trainer] };
+  const own = cause.trainer === undefined ? data.mistakes[id] : { amounts: [{ at: `a Trainer, in step ${errors.length}`, amount: errors.at(-1) ?? NaN }], losses: trainer.losses[cause.trainer] };
   if (!own?.losses) throw new Error(`nothing was recorded of ${id}`);
   const losses = { with: own.losses.with.map(Number), without: own.losses.without };
   const nan = losses.with.findIndex(Number.isNaN);
