@@ -36,7 +36,7 @@ def opened_mark(figure: Locator) -> Locator:
     mark.evaluate("one => one.scrollIntoView({block: 'center', behavior: 'instant'})")
     mark.press("Enter")
     box = figure.locator("[popover]").first
-    expect(box).to_be_visible()
+    expect(box.get_by_role("button", name="Close")).to_be_visible()  # its content comes after the box
     return box
 
 
