@@ -327,7 +327,7 @@ def test_other_objects_and_second_calls(tmp_path: Path) -> None:
         ab.exact(trainer)
 
 
-class OwnLoss(hf.Trainer):  # type: ignore[misc, name-defined]
+class OwnLoss(hf.Trainer):  # type: ignore[misc]
     """A trainer whose loss is a mean over samples that ignores the count, as in many scripts."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
