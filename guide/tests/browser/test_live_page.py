@@ -204,7 +204,7 @@ def test_memory_runs_out(guide: Watched, kib: int, told: str, judged: str) -> No
 
 def test_a_figure_runs_live(guide: Watched) -> None:
     """The figure shows live data, marked as such, and can return to the recording."""
-    figure = come_to(guide.page, "mathematics").locator("figure", has_text="Try other splits and formats")
+    figure = come_to(guide.page, "split").locator("figure", has_text="sum in p.grad")
     chip = figure.locator(".mark").first
     expect(chip).to_contain_text("recorded")
     chip.click()
