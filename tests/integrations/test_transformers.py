@@ -245,9 +245,10 @@ def test_a_micro_batch_without_targets_adds_nothing(tmp_path: Path) -> None:
     assert run.worst_error() < BOUND
 
 
-def test_a_declared_count(tmp_path: Path) -> None:
-    """`count=` sets the divisor of a loss whose items the probe cannot find out."""
-    weights = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+@pytest.mark.parametrize("scale", [1.0, 0.01])
+def test_a_declared_count(scale: float, tmp_path: Path) -> None:
+    """`count=` sets the divisor of a loss whose items the probe cannot find out, also if a step counts less than 1."""
+    weights = scale * torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
 
     def weighted(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         del num_items_in_batch

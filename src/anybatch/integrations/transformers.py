@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anybatch.core.loss_kinds import Term
+from anybatch.core.tensors import widest_dtype
 from anybatch.engine.evaluation import evaluation_mode
 from anybatch.errors import LossError, UserError
 from anybatch.integrations.probe import Batch, Reduction, counts_for, divides, find_reduction, num_rows
@@ -107,18 +108,19 @@ class _ExactLoss:
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return the micro-batches of a step, and their number of items on all ranks: a tensor of one integer."""
+        """Return the micro-batches of a step, and their number of items on all ranks: a tensor of one element."""
         window, host_count = self._get_batch_samples(epoch_iterator, num_batches, device)
         is_new = self._trainer.model is not self._probed_model
         if is_new:
             self._find_reduction(window)
         _refuse_ignored_positions(window)
-        total = sum(
-            (torch.as_tensor(self._count(batch), device=device) for batch in window), torch.tensor(0, device=device)
-        )
+        # One dtype on all ranks: counts may be fractions, and a rank may have no micro-batch.
+        total = torch.zeros((), dtype=widest_dtype(device), device=device)
+        for batch in window:
+            total += torch.as_tensor(self._count(batch), device=device)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(total)
-        total = total.clamp(min=1)
+        total = torch.where(total > 0, total, 1.0)
         if is_new and self._trainer.is_world_process_zero():
             print(f"anybatch: {self._found(window, host_count, total)}", flush=True)  # noqa: T201 (for the user)
         return window, total
@@ -143,10 +145,8 @@ class _ExactLoss:
         elif reduction.items == "sum":
             loss = loss * ranks
         else:
-            # Integer tensors divide in float32. The mean over no items is NaN, and is left out.
-            exact = torch.float32 if loss.device.type == "mps" else torch.float64
-            weight = items.to(exact) * ranks / num_items_in_batch.to(exact)
-            loss = torch.where(items > 0, loss, loss.nan_to_num(0.0)) * weight.to(loss.device)
+            # The mean over no items is NaN, and is left out.
+            loss = torch.where(items > 0, loss, loss.nan_to_num(0.0)) * (items * ranks / num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def _find_reduction(self, window: Sequence[Batch]) -> None:
