@@ -50,9 +50,9 @@ def make_parser() -> Parser:
         metavar="ADDRESS",
         help="address to listen on (default: 127.0.0.1, this machine only)",
     )
-    add("--allow-host", action="append", default=[], metavar="NAME", help="accept requests for this host name, too")
+    add("--allow-host", action="append", default=[], metavar="NAME", help="also accept requests for this host name")
     add("--i-understand", action="store_true", help="confirm that others can see the page and run code on this machine")
-    add("--page", type=Path, metavar="FOLDER", help="a different build of the page (default: the one in the package)")
+    add("--page", type=Path, metavar="FOLDER", help="folder of another build of the page (default: the packaged one)")
     return parser
 
 
@@ -104,7 +104,7 @@ def _export(arguments: Sequence[str]) -> int:
     parser = Parser("guide export", "Write the guide as files that need no anybatch server.")
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="new or empty folder, for any web server")
     parser.add_argument("--single-file", type=output_file, metavar="FILE", help="write one file for local use")
-    parser.add_argument("--page", type=Path, metavar="FOLDER", help="a different build of the page")
+    parser.add_argument("--page", type=Path, metavar="FOLDER", help="folder of another build of the page")
     given = parser.parse(arguments)
     if (given.folder is None) == (given.single_file is None):
         parser.error("give a folder, or --single-file FILE")

@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from anybatch.diagnostics.advise import Advice
 
 _DESCRIPTION = (
-    "Train a recipe for some steps, and measure the gradient noise and the step time. Report what larger and smaller "
-    "effective batches cost, which one reaches a given loss in the least time, its learning rate, and whether gradient "
-    "accumulation pays off here. The trained model is not kept."
+    "Train a recipe for some steps, and measure the gradient noise and the step time. Report the cost of larger and "
+    "smaller effective batch sizes, the size that reaches a given loss in the least time, the learning rate for that "
+    "size, and whether gradient accumulation pays off on this machine. The trained model is not saved."
 )
 
 
 def run(argv: Sequence[str]) -> int:
     """Run `anybatch advise` and return the exit status."""
-    given = make_parser().parse(argv)
+    args = make_parser().parse(argv)
     let_threads_sleep()
     from anybatch.diagnostics.advise import advise
 
-    advice = _advise_on_recipe(given) if given.log is None else advise(given.log)
-    print_report(f"{given.log or given.recipe}: which effective batch size?", advice, None, given)
+    advice = _advise_on_recipe(args) if args.log is None else advise(args.log)
+    print_report(f"{args.log or args.recipe}: which effective batch size?", advice, None, args)
     return Status.DONE
 
 
@@ -50,35 +50,35 @@ def make_parser() -> Parser:
         "--micro-batch-size",
         type=positive_int,
         metavar="N",
-        help="samples per forward and backward; the noise is estimated from the differences between micro-batches "
-        "(default: a quarter of the batch)",
+        help="samples per forward and backward; the gradient noise is estimated from the differences between "
+        "micro-batches (default: a quarter of the effective batch)",
     )
     add("--steps", type=positive_int, default=200, metavar="N", help="training steps (default: 200)")
-    add("--every", type=positive_int, default=2, metavar="N", help="measure the noise every N steps (default: 2)")
-    add("--log", type=Path, metavar="FILE", help="instead of training, read the log of a run that measured the noise")
+    add("--every", type=positive_int, default=2, metavar="N", help="measure gradient noise every N steps (default: 2)")
+    add("--log", type=Path, metavar="FILE", help="instead of training, read the log of a run with gradient noise")
     add_report_files(add, with_json=True)
     return parser
 
 
-def _advise_on_recipe(given: argparse.Namespace) -> "Advice":
+def _advise_on_recipe(args: argparse.Namespace) -> "Advice":
     from anybatch.core.gradient_noise import GradientNoise
     from anybatch.diagnostics.advise import advise
     from anybatch.recipes.load import load_recipe
     from anybatch.recipes.start import start
 
-    job = load_recipe(given.recipe)
-    requested = RunConfig(effective_batch_size=given.effective_batch_size)
+    job = load_recipe(args.recipe)
+    requested = RunConfig(effective_batch_size=args.effective_batch_size)
     size = requested.with_defaults(job.defaults).largest_batch_size
-    # A scheduler would decay the rate to its final value within these few steps.
-    job = replace(job, noise=GradientNoise(every=given.every), scheduler=None)
+    # A scheduler would decay the learning rate to its final value within these few steps.
+    job = replace(job, noise=GradientNoise(every=args.every), scheduler=None)
     trained = start(
         job,
         RunConfig(
             effective_batch_size=size,
-            steps=given.steps,
-            seed=given.seed,
-            micro_batch_size=given.micro_batch_size or max(1, -(-size // 4)),
+            steps=args.steps,
+            seed=args.seed,
+            micro_batch_size=args.micro_batch_size or max(1, -(-size // 4)),
         ),
     )
     with trained.engine as engine:
-        return advise(engine, trained.batches, steps=given.steps)
+        return advise(engine, trained.batches, steps=args.steps)

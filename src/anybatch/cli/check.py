@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     from anybatch.recipes.job import Job
 
 _DESCRIPTION = (
-    "Check whether micro-batches give the gradient of the whole batch. A recipe's model and loss run on a few of its "
-    "samples, in one batch and split, in float64; the report has the cause of a difference and the fix. With --loop, "
-    "check your own training loop, unchanged: the loop runs in a temporary copy of the folder, on a small test model "
-    "that records the weight of each sample in each gradient."
+    "Check whether micro-batches give the gradient of the whole batch. Without --loop, run a recipe's model and loss "
+    "on a few samples in float64, first as one batch and then in micro-batches; report the cause of any difference "
+    "and the fix. With --loop, check your own training loop, unchanged: it runs in a temporary copy of its folder, "
+    "with a small test model that records the weight of each sample in each gradient."
 )
-_EPILOG = "The exit status is 0 if everything is exact, 9 if gradients cannot be compared, and 8 otherwise."
+_EPILOG = "The exit status is 0 if all gradients are exact, 9 if they cannot be compared, and 8 otherwise."
 
 
 def run(argv: Sequence[str]) -> int:
     """Run `anybatch check` and return the exit status."""
     parser = make_parser()
-    given = parser.parse(argv)
-    if given.loop is not None:
-        if given.recipe is not None:
-            parser.error(f"check a recipe or a loop, one at a time: {given.recipe} or --loop {given.loop}")
-        return check_loop_function(given.loop, data=given.data, ranks=given.ranks)
-    return check_recipe(given)
+    args = parser.parse(argv)
+    if args.loop is not None:
+        if args.recipe is not None:
+            parser.error(f"give a recipe or --loop, not both: {args.recipe} and --loop {args.loop}")
+        return check_loop_function(args.loop, data=args.data, ranks=args.ranks)
+    return check_recipe(args)
 
 
 def make_parser() -> Parser:
@@ -47,11 +47,11 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--seed", type=integer, default=0, metavar="N", help="seed of all random numbers (default: 0)")
     loop = parser.add_argument_group("your own loop")
-    loop.add_argument("--loop", metavar="FILE.py:FUNCTION", help="your function that trains")
+    loop.add_argument("--loop", metavar="FILE.py:FUNCTION", help="the function that runs your training loop")
     loop.add_argument(
         "--data",
         choices=("classes", "tokens", "values"),
-        help="targets in the data: class labels, tokens or real values (default: every kind that the loop accepts)",
+        help="targets of the test data: class labels, tokens or real values (default: all that the loop accepts)",
     )
     loop.add_argument(
         "--ranks", type=int, choices=(1, 2), help="number of processes (default: 2 if the loop uses torch.distributed)"
@@ -59,20 +59,20 @@ def make_parser() -> Parser:
     return parser
 
 
-def check_recipe(given: argparse.Namespace) -> int:
+def check_recipe(args: argparse.Namespace) -> int:
     """Check one batch of a recipe, print the report, and return the exit status."""
     from anybatch.diagnostics.check import check
     from anybatch.recipes.load import load_recipe
 
-    recipe = given.recipe or DEFAULT_RECIPE
+    recipe = args.recipe or DEFAULT_RECIPE
     job = load_recipe(recipe)
     report = check(
-        job.train_spec(seed=given.seed).model,
+        job.train_spec(seed=args.seed).model,
         job.loss,
-        first_batch(job, given.samples, given.seed),
-        micro_batch_sizes=given.micro_batch_size,
+        first_batch(job, args.samples, args.seed),
+        micro_batch_sizes=args.micro_batch_size,
         norms=job.norms,
-        seed=given.seed,
+        seed=args.seed,
     )
     sys.stdout.write(f"{recipe}: do micro-batches give the gradient of the whole batch?\n{report}\n")
     if report.verdict == "undecided":
@@ -86,7 +86,7 @@ def first_batch(job: "Job", num_samples: int, seed: int) -> "Batch":
     from anybatch.core.splitting import SplitOptions
 
     data = job.train_batches(effective_batch_size=num_samples, steps=1, seed=seed)
-    # One rank and one micro-batch: the share is the whole batch.
+    # With one rank and no limit on micro-batches, the only micro-batch is the whole batch.
     return next(Placement(SplitOptions(), 1, 0).micro_batches(next(iter(data))))
 
 
@@ -97,7 +97,7 @@ def check_loop_function(
     from anybatch.diagnostics.loop_check.check_loop import check_named_loop
     from anybatch.recipes import load_function
 
-    # Imported in the subprocess, because importing a file runs its code.
+    # The subprocess calls this function, because importing the file runs its code.
     find = partial(load_function, name, "loop")
     report = check_named_loop(find, data=data, ranks=ranks)
     sys.stdout.write(f"{report}\n")

@@ -25,8 +25,8 @@ from anybatch.events.matplotlib_files import FORMATS
 def let_threads_sleep() -> None:
     """Let torch's threads sleep while they wait for each other, unless the user has set how they wait.
 
-    By default they spin, and an operator is slow if another program uses the core of one of its threads: see
-    docs/decisions/0008-command-line.md. Without effect once torch is imported.
+    By default they spin, which slows down every operator when another program uses one of the cores (measured in
+    docs/decisions/0008-command-line.md). No-op once torch is imported.
     """
     if "torch" not in sys.modules:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -35,7 +35,7 @@ def let_threads_sleep() -> None:
 def hide_logs_of_torch() -> None:
     """Make torch's C++ code print errors only, in this process and its children.
 
-    A comparison triggers warnings of DDP's reducer on purpose. Without effect once torch is imported.
+    `anybatch compare` triggers warnings of DDP's reducer on purpose. No-op once torch is imported.
     """
     if "torch" not in sys.modules:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -46,7 +46,7 @@ def frozen_imports() -> Iterator[None]:
     """Exempt the objects created inside from garbage collection.
 
     Torch's modules have a million objects that live until the program exits; visiting them takes up to a second.
-    Without effect if torch is already imported, because the process then has objects of other code too.
+    No-op if torch is already imported, because freezing would then also exempt the objects of other code.
     """
     if "torch" in sys.modules:
         yield
@@ -152,7 +152,7 @@ link = typed(parse_link)
 
 
 def output_file(text: str) -> Path:
-    """Return the path of an output file, checked to be writable before its content is computed."""
+    """Return the path of an output file, or raise if it is not writable, before a command computes its content."""
     path = Path(text)
     parent = next(folder for folder in (path.absolute(), *path.absolute().parents)[1:] if os.path.lexists(folder))
     if not text or path.is_dir():
@@ -167,7 +167,7 @@ def output_file(text: str) -> Path:
 
 
 def picture_file(text: str) -> Path:
-    """Return the path of a picture, checked as by `output_file`."""
+    """Return the path of a picture: a writable file (see `output_file`) with the suffix of a picture format."""
     path = output_file(text)
     if path.suffix.lower() not in FORMATS:
         message = f"{text!r} must end in one of {', '.join(FORMATS)}"
@@ -176,14 +176,14 @@ def picture_file(text: str) -> Path:
 
 
 def add_recipe(parser: argparse.ArgumentParser, default: str | None, shown: str) -> None:
-    """Add the argument RECIPE; `shown` is the default that the help names."""
+    """Add the argument RECIPE; its help shows `shown` as the default."""
     parser.add_argument(
         "recipe",
         nargs="?",
         default=default,
         metavar="RECIPE",
-        help="what to train: digits, text, contrastive, finetune, or your own function that returns an ab.Job, as "
-        f"file.py:function or package.module:function (default: {shown})",
+        help="a built-in recipe (digits, text, contrastive or finetune), or your own function that returns an ab.Job, "
+        f"written as file.py:function or package.module:function (default: {shown})",
     )
 
 
@@ -201,9 +201,9 @@ _BY_TYPE: Mapping[object, tuple[Callable[[str], object], str]] = {
 
 
 def add_settings(add: Callable[..., object], *names: str, **defaults: object) -> None:
-    """Add an option for each of these fields of `RunConfig`, with `add_argument`; omitted options are None.
+    """Call `add`, a parser's `add_argument`, for each of these fields of `RunConfig`; omitted options are None.
 
-    The help is the field's text in the docstring. `defaults` replace the fields' standard values in the help, for
+    The help is the field's text in the docstring of `RunConfig`. `defaults` replace the defaults in the help, for
     fields whose default is different in this command.
     """
     # Without docstrings (python -OO) options have no help text, but still work.
@@ -227,14 +227,14 @@ def _parsing(field: "dataclasses.Field[Any]") -> dict[str, Any]:
     return {"type": _PARSERS.get(field.name, read), "metavar": placeholder}
 
 
-def settings_of(given: argparse.Namespace) -> RunConfig:
+def settings_of(args: argparse.Namespace) -> RunConfig:
     """Return the settings among the values of a command line.
 
     Raises:
         UserError: a value is invalid, or two contradict each other.
     """
     names = {field.name for field in dataclasses.fields(RunConfig)}
-    return RunConfig(**{name: value for name, value in vars(given).items() if name in names})
+    return RunConfig(**{name: value for name, value in vars(args).items() if name in names})
 
 
 _WIDTH: Final = 79
@@ -253,7 +253,7 @@ def progress_line() -> Iterator[Callable[[str], None] | None]:
 
 
 def add_report_files(add: Callable[..., object], drawn: str = "", *, with_json: bool = False) -> None:
-    """Add --figure if `drawn` is given (the text in its help), and --json if `with_json`."""
+    """Add --figure, unless `drawn` (the subject of the figure, for the help) is empty, and --json if `with_json`."""
     if drawn:
         add("--figure", type=picture_file, metavar="FILE", help=f"draw {drawn}: .png, .svg or .pdf")
     if with_json:
@@ -262,19 +262,19 @@ def add_report_files(add: Callable[..., object], drawn: str = "", *, with_json: 
 
 def print_report(
     heading: str,
-    report: Any,  # noqa: ANN401 (each command has its own)
+    report: Any,  # noqa: ANN401 (each command has its own report class)
     draw: Callable[[Any, Path], object] | None,
-    given: argparse.Namespace,
+    args: argparse.Namespace,
 ) -> None:
     """Print a report below a heading, write the files of `add_report_files`, and print their names."""
     sys.stdout.write(f"{heading}\n{report}\n" if heading else f"{report}\n")
-    if (file := getattr(given, "json", None)) is not None:
+    if (file := getattr(args, "json", None)) is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
         sys.stdout.write(f"wrote {file}\n")
-    if draw is not None and given.figure is not None:
-        draw(report, given.figure)
-        sys.stdout.write(f"wrote {given.figure}\n")
+    if draw is not None and args.figure is not None:
+        draw(report, args.figure)
+        sys.stdout.write(f"wrote {args.figure}\n")
 
 
 def _write(text: str) -> None:

@@ -28,35 +28,37 @@ if TYPE_CHECKING:
 _DESCRIPTION = (
     "Run steps of a recipe with each training setup, interleaved: a small batch, the whole effective batch, "
     "accumulation, DataParallel, DDP with and without accumulation and no_sync, ZeRO-1, FSDP. Print time, memory, "
-    "traffic, cost, and the error against the gradient of the whole batch. The trained model is not kept."
+    "traffic, cost, and the difference from the gradient of the whole batch. The trained model is not saved."
 )
-_EPILOG = "--effective-batch-size 8 --micro-batch-size 1 compares 8 accumulated samples with one batch of 8."
+_EPILOG = (
+    "Example: --effective-batch-size 8 --micro-batch-size 1 compares accumulation over 8 samples with one batch of 8."
+)
 
 
 def run(argv: Sequence[str]) -> int:
     """Run `anybatch compare` and return the exit status."""
-    given = make_parser().parse(argv)
+    args = make_parser().parse(argv)
     let_threads_sleep()
     hide_logs_of_torch()
     from anybatch.diagnostics.compare import compare
     from anybatch.diagnostics.figures import draw_comparison
     from anybatch.recipes.load import MeasuredJob, load_recipe
 
-    config = dataclasses.replace(settings_of(given), micro_batch_size=None)
-    job = MeasuredJob(recipe=given.recipe, config=config)
+    config = dataclasses.replace(settings_of(args), micro_batch_size=None)
+    job = MeasuredJob(recipe=args.recipe, config=config)
     with progress_line() as show:
         report = compare(
             job.train_spec,
             partial(first_batches, job),
-            effective_batch_size=config.with_defaults(load_recipe(given.recipe).defaults).largest_batch_size,
-            micro_batch_size=given.micro_batch_size,
-            num_devices=given.devices,
-            device_type=given.device,
-            max_seconds=given.seconds,
-            title=f"{given.recipe}: which training setup?",
+            effective_batch_size=config.with_defaults(load_recipe(args.recipe).defaults).largest_batch_size,
+            micro_batch_size=args.micro_batch_size,
+            num_devices=args.devices,
+            device_type=args.device,
+            max_seconds=args.seconds,
+            title=f"{args.recipe}: which training setup?",
             on_progress=show,
         )
-    print_report("", report, draw_comparison, given)
+    print_report("", report, draw_comparison, args)
     return Status.DONE
 
 
@@ -70,7 +72,7 @@ def make_parser() -> Parser:
         "--micro-batch-size",
         type=positive_int,
         metavar="N",
-        help="samples per micro-batch when accumulating (default: a quarter of a device's share)",
+        help="samples per micro-batch when accumulating (default: a quarter of the samples of a device)",
     )
     add(
         "--devices",
@@ -80,7 +82,7 @@ def make_parser() -> Parser:
     )
     add("--device", choices=("cpu", "cuda"), help="device type (default: cuda if there are enough GPUs)")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="number format (default: fp32)")
-    add("--seconds", type=number, default=60.0, metavar="X", help="start no repetition after X seconds (default: 60)")
+    add("--seconds", type=number, default=60.0, metavar="X", help="stop repeating runs after X seconds (default: 60)")
     add_report_files(add, "time, memory and traffic", with_json=True)
     return parser
 

@@ -57,7 +57,7 @@ def write_recipe(file: Path) -> None:
         message = f"{file.name!r} must be a name that Python can import, such as train.py: letters, digits, _ and .py."
         raise UserError(message)
     try:
-        # "x" also refuses a file created since the command started.
+        # Mode "x" raises if the file exists, even if another program has just created it.
         with file.open("x", encoding="utf-8") as opened:
             opened.write(TEMPLATE.replace("{file}", file.name))
     except FileExistsError:

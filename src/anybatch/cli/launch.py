@@ -1,4 +1,4 @@
-"""Run the ranks of a request: in this process alone, as one rank of a launcher, or in new processes."""
+"""Run a request to train: as the only rank, as one rank of a launcher such as torchrun, or in new processes."""
 
 import dataclasses
 import os
@@ -99,7 +99,7 @@ def _memory(peak_bytes: int, limit_bytes: int | None) -> str:
 
 
 def join() -> World:
-    """Return the world of ranks.
+    """Connect to the other ranks and return the `World` of all ranks.
 
     Raises:
         WorldError: the ranks could not connect.
@@ -140,7 +140,7 @@ def run_rank(
 def print_stopping(number: signal.Signals) -> None:
     """Confirm a stop request. Called from a signal handler, where a buffered print may fail.
 
-    On a terminal the console shows it above its bar instead.
+    On a terminal, print nothing: the console shows the confirmation above its progress bar.
     """
     if sys.stderr.isatty():
         return
@@ -159,7 +159,7 @@ def _train(request: TrainRequest, world: World, stop: Callable[[], bool]) -> Sta
         )
         raise UserError(message)
     recipe = request.recipe or DEFAULT_RECIPE
-    # The name contains the time, which differs between ranks.
+    # The first rank chooses the folder, because its name contains the time, which differs between ranks.
     folder = on_first_rank(world, partial(new_folder, recipe)) if request.folder is None else request.folder
     resume = on_first_rank(world, partial(_resumes, request, RunFolder(folder)))
     origin: dict[str, str | int] = {"recipe": recipe, "ranks": request.ranks or "auto"}
@@ -191,7 +191,7 @@ def _terminal_observers(
 
     If TensorBoard is not installed, append the reason to `missing`.
     """
-    # Printed before the first step, so that the folder is known even if that step is killed.
+    # Printed before the first step, so that the user knows the folder even if the run is killed in that step.
     _write(sys.stderr, f"{describe_files(folder)}\n")
     console = stack.enter_context(Console(num_steps, stop_requested=stop))
     try:
@@ -214,7 +214,7 @@ def new_folder(recipe: str | None) -> Path:
 
 
 def _quiet_warnings(world: World) -> None:
-    """Print warnings without file and line, and on the first rank only, since all ranks warn about the same."""
+    """Print warnings without file and line, and only on the first rank, because all ranks raise the same warnings."""
     if world.rank:
         warnings.simplefilter("ignore")
 
@@ -251,7 +251,7 @@ def launch(request: TrainRequest) -> Status:
     request = dataclasses.replace(request, folder=folder)
     num_ranks = number_of_ranks(request)
     warn_of_unused(num_ranks)
-    # If the limit is lower after an out-of-memory error than before, a smaller size is left to try.
+    # Resume after an out-of-memory error only if the run has lowered this limit; else it would fail again.
     limit = largest_micro_batch_size(folder)
     status = start(request, num_ranks)
     while status is Status.OUT_OF_MEMORY and request.resume != "never":
@@ -263,7 +263,7 @@ def launch(request: TrainRequest) -> Status:
         )
         request = dataclasses.replace(request, resume="always", ranks=num_ranks)
         status = start(request, num_ranks)
-    # No hint after wrong options, when nothing was trained, or after a failure to resume.
+    # After invalid options there is no run to resume, and after a failed resume the command would fail again.
     if status in _RESUMABLE or (status is Status.FILES and request.resume != "always"):
         print_resume_command(folder)
     return status
@@ -286,7 +286,7 @@ def largest_micro_batch_size(folder: Path) -> int | None:
 
 
 def with_former_settings(request: TrainRequest) -> TrainRequest:
-    """Return the request; options that are not given come from the resumed run."""
+    """Return the request, with recipe and ranks of the resumed run if the command line omits them."""
     if request.resume not in ("always", "auto"):
         return request
     assert request.folder is not None
@@ -312,7 +312,7 @@ def number_of_ranks(request: TrainRequest) -> int:
 
 
 def warn_of_unused(num_ranks: int) -> None:
-    """Warn if this run does not use an accelerator of this machine, or shares one between ranks."""
+    """Warn if an accelerator of this machine is not used, or is shared by several ranks."""
     num_accelerators = torch.accelerator.device_count()
     message = ""
     if num_ranks < num_accelerators:

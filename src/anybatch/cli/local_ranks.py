@@ -42,7 +42,7 @@ class SharedState:
     Attributes:
         stop: nonzero after a request to stop.
         statuses: exit status of each rank; `_UNKNOWN` until a rank reports one.
-        last_error: message of a rank that failed because another rank failed; printed if the other left no message.
+        last_error: message of a rank that lost the connection; printed if no better reason for the failure is known.
         num_threads: torch threads of each rank.
     """
 
@@ -86,7 +86,7 @@ def _run(ranks: Sequence[BaseProcess]) -> dict[int, int]:
     """Run processes to their end; if one fails, kill the others after a grace period.
 
     Returns:
-        The nonzero exit codes of ranks that were not killed here, by rank, in the order in which they ended.
+        The nonzero exit code of each rank that failed before the deadline, by rank, first failure first.
     """
     failed: dict[int, int] = {}
     running = dict(enumerate(ranks))
@@ -147,7 +147,7 @@ def _lasting_path(store: Path) -> Path:
 
 
 def threads_per_rank(num_ranks: int) -> int:
-    """Return the number of torch threads per rank, so that all ranks together have at most one per core."""
+    """Return the number of torch threads per rank, so that all ranks together have at most one thread per core."""
     # torch's number is smaller if the user has set OMP_NUM_THREADS.
     return min(torch.get_num_threads(), max(1, usable_cores() // num_ranks))
 
@@ -183,7 +183,7 @@ def _how_it_ended(exit_code: int) -> str:
 
 
 def _catch_signals() -> list[signal.Signals]:
-    """Return a list to which SIGTERM is appended if this rank gets one.
+    """Return a list to which SIGTERM is appended if this rank receives it.
 
     Ignore SIGINT: Ctrl-C reaches every process of a terminal, and the launcher handles it.
     """

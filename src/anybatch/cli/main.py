@@ -17,7 +17,7 @@ from anybatch.errors import UserError
 class Verb:
     """A command: its name, a one-line summary, and the extra that provides it (None: anybatch).
 
-    `anybatch.cli.NAME.run(argv)` runs it, or an entry point of `ENTRY_POINTS` for a command of an extra.
+    `anybatch.cli.NAME.run(argv)` runs the command; if an extra provides it, an entry point of `ENTRY_POINTS` does.
     """
 
     name: str
@@ -39,10 +39,10 @@ VERBS = (
     Verb("scale", "Find out why N ranks are not N times as fast, and whether data loading keeps up"),
     Verb("advise", "Find the effective batch size that pays off"),
     Verb("spikes", "Find loss spikes and divergence in a log"),
-    Verb("trace", "Show what each rank did, and when"),
+    Verb("trace", "Convert a log to a trace that shows what each rank did, and when"),
     Verb("watch", "Follow runs in the browser, live and side by side", extra="guide"),
     Verb("memory", "Show where the memory of a step goes"),
-    Verb("demo", "See it work in a minute", extra="guide"),
+    Verb("demo", "See how accumulation avoids an out-of-memory error, in a minute", extra="guide"),
     Verb("guide", "Explore what happens in a step, in the browser", extra="guide"),
     Verb("init", "Write a starter recipe"),
     Verb("env", "Print versions and hardware for a bug report"),
@@ -111,7 +111,7 @@ def overview() -> str:
     return (
         "anybatch: train at the batch size you choose, on any hardware, with the exact gradient.\n\n"
         f"{''.join(lines)}\n"
-        "A recipe is a Python function that returns model, loss, optimizer and data; `digits` is a built-in one.\n"
+        "A recipe is a Python function that returns model, loss, optimizer and data; `digits` is built in.\n"
         "`anybatch COMMAND --help` lists the options of a command. Start with: anybatch train digits\n"
     )
 

@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from anybatch.diagnostics.memory_report import MemoryReport
 
 _DESCRIPTION = (
-    "Run the first steps of a recipe on one rank, and report the memory of the last of them: by category, at its peak, "
+    "Run two or three steps of a recipe on one rank, and report the memory of the last step: by category, at its peak, "
     "and how much remains free. The steps start from new weights; no run folder is created, and nothing is saved."
 )
 _EPILOG = "`anybatch train` prints the peak of a whole run in its summary."
 _MAX_STEPS: Final = 3
-"""Steps to run at most: a first step that allocates the optimizer state, and one or two others."""
+"""Maximum number of steps: the first allocates the optimizer state, and the second or third is recorded."""
 
 
 def run(argv: Sequence[str]) -> int:
     """Run `anybatch memory` and return the exit status."""
-    given = make_parser().parse(argv)
-    report = record(given.recipe, settings_of(given), limit=given.limit)
-    print_report("", report, lambda report, path: report.draw(path), given)
+    args = make_parser().parse(argv)
+    report = record(args.recipe, settings_of(args), limit=args.limit)
+    print_report("", report, lambda report, path: report.draw(path), args)
     return Status.DONE
 
 
@@ -52,7 +52,7 @@ def make_parser() -> Parser:
 
 
 def record(recipe: str, config: RunConfig, *, limit: int | None) -> "MemoryReport":
-    """Return the report of a recipe's second step, or of its third if the second is smaller (end of an epoch)."""
+    """Return the memory report of a recipe's second step, or of the third if the second has fewer samples."""
     from anybatch.diagnostics.memory_report import record_memory
     from anybatch.recipes.load import load_recipe
     from anybatch.recipes.start import start
@@ -64,7 +64,7 @@ def record(recipe: str, config: RunConfig, *, limit: int | None) -> "MemoryRepor
         first = next(data)
         engine.step(first)
         batch = next(data)
-        # The last step of an epoch may be smaller and would need less memory.
+        # The last step of an epoch may have fewer samples and would need less memory.
         if len(batch.sample_ids) < len(first.sample_ids):
             engine.step(batch)
             batch = next(data)

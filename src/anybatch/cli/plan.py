@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from anybatch.planner.devices import Device
 
 _DESCRIPTION = (
-    "Predict the micro-batch size that fits into a device, the memory of a step by category, and changes that would "
-    "help. The device is not needed, and no memory is allocated: the engine's step runs on fake tensors."
+    "Predict the largest micro-batch size that fits on a device, the memory of a step by category, and changes that "
+    "would make more fit. The device is not needed: the engine's step runs on fake tensors, which allocate no memory."
 )
 _WEIGHTS = {
     "bf16": "bf16 weights",
@@ -33,13 +33,13 @@ OPTIMIZERS = ("adamw", "adamw-fused", "adamw-8bit", "adam", "sgd", "adafactor", 
 def run(argv: Sequence[str]) -> int:
     """Run `anybatch plan` and return the exit status."""
     parser = make_parser()
-    given = parser.parse(argv)
-    changes = changes_of(given, parser)
+    args = parser.parse(argv)
+    changes = changes_of(args, parser)
     with frozen_imports():
         import anybatch.planner.plan
         import anybatch.planner.verification
         import anybatch.recipes.planning.plan  # noqa: F401 (imported early, so that its objects are frozen)
-    return plan_subject(given, changes)
+    return plan_subject(args, changes)
 
 
 def make_parser() -> Parser:
@@ -63,9 +63,10 @@ def _add_device(parser: Parser) -> None:
         "--device",
         required=True,
         metavar="NAME|SIZE",
-        help='"RTX 4090", A100-40, H100, ... or its memory, such as 24GiB; cpu:8GiB: a CPU with 8 GiB for tensors',
+        help='device, such as "RTX 4090", A100-40 or H100, or its memory, such as 24GiB; or cpu:8GiB, a CPU with '
+        "8 GiB for tensors",
     )
-    add("--devices", type=Path, metavar="FILE", help="JSON file of your own devices")
+    add("--devices", type=Path, metavar="FILE", help="JSON file that describes your own devices")
     add("--ranks", type=positive_int, default=1, metavar="N", help="number of devices (default: 1)")
     add("--headroom", type=fraction, metavar="X", help="fraction of the memory to keep free (default: 0.15)")
     add("--expandable-segments", action="store_true", help="plan for the allocator setting expandable_segments:True")
@@ -88,12 +89,12 @@ def _add_step(parser: Parser) -> None:
     )
     add("--precision", choices=("fp32", "bf16", "fp16"), help="number format (default: fp32; --fit may choose another)")
     add("--optimizer", choices=OPTIMIZERS, help="optimizer (default: the recipe's, or AdamW)")
-    add("--checkpointing", action="store_true", help="recompute the model's blocks in the backward")
+    add("--checkpointing", action="store_true", help="recompute the blocks' activations in the backward")
     add("--lora", type=positive_int, metavar="RANK", help="train LoRA adapters of this rank, over a frozen bf16 base")
     add(
         "--weights",
         choices=("bf16", "bf16-split", "bf16-stochastic", "4bit"),
-        help="format of weights; -split: their low 16 bits are kept separately, -stochastic: updates are rounded "
+        help="format of the weights; bf16-split also stores their lower 16 bits, bf16-stochastic rounds updates "
         "stochastically; 4bit needs --lora",
     )
     add(
@@ -117,22 +118,22 @@ def _add_answer(parser: Parser) -> None:
     add("--json", action="store_true", help="print the plan as JSON")
 
 
-def changes_of(given: argparse.Namespace, parser: Parser) -> list[str]:
-    """Return the changes of the step that the options ask for, by their names in a plan.
+def changes_of(args: argparse.Namespace, parser: Parser) -> list[str]:
+    """Return the changes of the step that the options select: their names in a plan.
 
     Exits with an error if options contradict each other.
     """
-    if given.weights == "4bit" and given.lora is None:
+    if args.weights == "4bit" and args.lora is None:
         parser.error("--weights 4bit freezes the base weights: add --lora RANK to train adapters.")
     changes = []
-    if given.lora is not None:
-        changes.append(f"LoRA of rank {given.lora}{' on a base in 4 bits' if given.weights == '4bit' else ''}")
-    elif given.weights in _WEIGHTS:
-        changes.append(_WEIGHTS[given.weights])
-    if given.checkpointing:
+    if args.lora is not None:
+        changes.append(f"LoRA of rank {args.lora}{' on a base in 4 bits' if args.weights == '4bit' else ''}")
+    elif args.weights in _WEIGHTS:
+        changes.append(_WEIGHTS[args.weights])
+    if args.checkpointing:
         changes.append("checkpointing")
-    if given.optimizer in _OPTIMIZER_CHANGES:
-        changes.append(_OPTIMIZER_CHANGES[given.optimizer])
+    if args.optimizer in _OPTIMIZER_CHANGES:
+        changes.append(_OPTIMIZER_CHANGES[args.optimizer])
     return changes
 
 
@@ -143,43 +144,42 @@ def fraction(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0.0 <= value < 1.0:
-        message = f"{text} must be from 0 to below 1: 0.15 keeps 15% free"
+        message = f"{text} must be at least 0 and below 1: 0.15 keeps 15% free"
         raise argparse.ArgumentTypeError(message)
     return value
 
 
-def plan_subject(given: argparse.Namespace, changes: Sequence[str]) -> int:
+def plan_subject(args: argparse.Namespace, changes: Sequence[str]) -> int:
     """Print the plan of a recipe or model; return the exit status, which is out of memory if nothing fits."""
     from anybatch.planner.plan import as_json, draw_plan
     from anybatch.planner.verification import verify as run_step
     from anybatch.recipes.planning.plan import plan
 
-    optimizer = given.optimizer and given.optimizer.partition("-")[0]
+    optimizer = args.optimizer and args.optimizer.partition("-")[0]
     found = plan(
-        given.what,
-        device=_find_device(given.device, given.devices),
-        world_size=given.ranks,
-        headroom=given.headroom,
-        expandable_segments=given.expandable_segments,
-        effective_batch_size=given.effective_batch_size,
-        micro_batch_size=given.micro_batch_size,
-        sequence_length=given.sequence_length,
-        precision=given.precision,
+        args.what,
+        device=_find_device(args.device, args.devices),
+        world_size=args.ranks,
+        headroom=args.headroom,
+        expandable_segments=args.expandable_segments,
+        effective_batch_size=args.effective_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        sequence_length=args.sequence_length,
+        precision=args.precision,
         optimizer=optimizer,
-        strategy=given.strategy,
+        strategy=args.strategy,
         changes=changes,
-        fit=given.fit,
-        proposals=not given.no_proposals,
+        fit=args.fit,
+        proposals=not args.no_proposals,
     )
-    sys.stdout.write(f"{json.dumps(as_json(found), indent=1) if given.json else found}\n")
-    notes = sys.stderr if given.json else sys.stdout  # standard output has only the JSON
-    # A step that does not fit cannot be run.
-    if given.verify and found.baseline.fits:
-        measured = run_step(found.spec, found.baseline, _device_of(given.device))
+    sys.stdout.write(f"{json.dumps(as_json(found), indent=1) if args.json else found}\n")
+    notes = sys.stderr if args.json else sys.stdout  # with --json, standard output contains only the JSON
+    if args.verify and found.baseline.fits:
+        measured = run_step(found.spec, found.baseline, _device_of(args.device))
         notes.write(f"{measured}\n")
-    if given.figure is not None:
-        draw_plan(found, given.figure)
-        notes.write(f"wrote {given.figure}\n")
+    if args.figure is not None:
+        draw_plan(found, args.figure)
+        notes.write(f"wrote {args.figure}\n")
     return Status.DONE if found.fits else Status.OUT_OF_MEMORY
 
 
@@ -198,7 +198,7 @@ def _device_of(budget: str) -> "torch.device":
     if budget.startswith("cpu:"):
         return torch.device("cpu")
     if not torch.accelerator.is_available():
-        message = f"--verify runs a step on {budget}, but this machine has no accelerator. Leave it out to plan only."
+        message = f"--verify runs a step on {budget}, but this machine has no accelerator. Omit --verify to plan only."
         raise UserError(message)
     kind = torch.accelerator.current_accelerator()
     assert kind is not None

@@ -25,8 +25,8 @@ from anybatch.errors import UserError
 
 _DESCRIPTION = (
     "Run steps of a recipe on several ranks on this machine's CPUs: with and without summing gradients over ranks, "
-    "with several bucket sizes, with and without data loading. Report what keeps N ranks from being N times as fast, "
-    "what to change, and the expected gain. The trained model is not kept."
+    "with several bucket sizes, with and without data loading. Report why N ranks are not N times as fast, "
+    "what to change, and the expected gain. The trained model is not saved."
 )
 MEASURED = ("all_reduce", "ddp")
 _MAX_FORECAST_SIZE = 32
@@ -35,9 +35,9 @@ _MAX_FORECAST_SIZE = 32
 
 def run(argv: Sequence[str]) -> int:
     """Run `anybatch scale` and return the exit status."""
-    given = make_parser().parse(argv)
+    args = make_parser().parse(argv)
     let_threads_sleep()
-    return scale_recipe(given) if given.forecast is None else run_forecast(given)
+    return scale_recipe(args) if args.forecast is None else run_forecast(args)
 
 
 def make_parser() -> Parser:
@@ -51,7 +51,7 @@ def make_parser() -> Parser:
         "--micro-batch-size",
         type=positive_int,
         metavar="N",
-        help="samples per forward and backward (default: the fastest of a few)",
+        help="samples per forward and backward (default: the fastest of a few sizes)",
     )
     add(
         "--strategy",
@@ -59,7 +59,7 @@ def make_parser() -> Parser:
         default="all_reduce",
         help="how ranks sum gradients; zero1 and fsdp only with --forecast (default: all_reduce)",
     )
-    add("--workers", type=integer, default=0, metavar="N", help="loading processes per rank (default: 0)")
+    add("--workers", type=integer, default=0, metavar="N", help="data-loading processes per rank (default: 0)")
     add("--bucket", type=memory_size, default=25 * 2**20, metavar="SIZE", help="gradient bucket size (default: 25MiB)")
     add(
         "--try-bucket",
@@ -74,7 +74,7 @@ def make_parser() -> Parser:
         type=positive_int,
         default=20,
         metavar="N",
-        help="seconds of measuring, approximately (default: 20)",
+        help="approximate duration of the measurements in seconds (default: 20)",
     )
     add_report_files(add, "the parts of a step, and the bucket sizes", with_json=True)
     _add_forecast(parser)
@@ -88,7 +88,7 @@ def _add_forecast(parser: argparse.ArgumentParser) -> None:
         "--link",
         type=link,
         metavar="RATE,LATENCY",
-        help='network of a host, such as "400Gbit,5us" or "25GB/s,2us"',
+        help='network link of a host: bandwidth and latency, such as "400Gbit,5us" or "25GB/s,2us"',
     )
     add("--inner-link", type=link, metavar="RATE,LATENCY", help="link between the devices of a host")
     add(
@@ -103,68 +103,68 @@ def _add_forecast(parser: argparse.ArgumentParser) -> None:
     add("--accumulation-steps", type=positive_int, metavar="N", help="micro-batches per rank (default: as few as fit)")
 
 
-def scale_recipe(given: argparse.Namespace) -> int:
+def scale_recipe(args: argparse.Namespace) -> int:
     """Measure a recipe, print the report, and return the exit status."""
-    if given.strategy not in MEASURED:
-        message = f"--strategy {given.strategy} can only be forecast: add --forecast N --link RATE,LATENCY, or use ddp."
+    if args.strategy not in MEASURED:
+        message = f"--strategy {args.strategy} can only be forecast: add --forecast N --link RATE,LATENCY, or use ddp."
         raise UserError(message)
     from anybatch.diagnostics.figures import draw_scaling
     from anybatch.diagnostics.scale import measure_scaling
     from anybatch.diagnostics.scaling_ranks import RunSettings
     from anybatch.recipes.load import MeasuredJob, load_recipe
 
-    load_recipe(given.recipe)  # reports a mistake before any rank is started
-    config = RunConfig(effective_batch_size=given.effective_batch_size, seed=given.seed)
-    job = MeasuredJob(recipe=given.recipe, config=config)
+    load_recipe(args.recipe)  # raises errors in the recipe before any rank is started
+    config = RunConfig(effective_batch_size=args.effective_batch_size, seed=args.seed)
+    job = MeasuredJob(recipe=args.recipe, config=config)
     settings = RunSettings(
-        strategy=given.strategy,
-        micro_batch_size=given.micro_batch_size,
-        bucket_bytes=given.bucket,
-        num_workers=given.workers,
+        strategy=args.strategy,
+        micro_batch_size=args.micro_batch_size,
+        bucket_bytes=args.bucket,
+        num_workers=args.workers,
     )
     with progress_line() as show:
         report = measure_scaling(
             job.train_spec,
             job.data,
-            num_ranks=given.ranks,
+            num_ranks=args.ranks,
             settings=settings,
-            bucket_sizes=given.try_bucket,
-            max_seconds=given.seconds,
+            bucket_sizes=args.try_bucket,
+            max_seconds=args.seconds,
             on_progress=show,
         )
-    print_report(f"{given.recipe}: what limits scaling?", report, draw_scaling, given)
+    print_report(f"{args.recipe}: what limits scaling?", report, draw_scaling, args)
     return Status.DONE
 
 
-def run_forecast(given: argparse.Namespace) -> int:
+def run_forecast(args: argparse.Namespace) -> int:
     """Time the recipe on one rank, print the forecast that the options ask for, and return the exit status."""
-    if given.link is None:
-        message = "a forecast needs the network between hosts: --link 400Gbit,5us."
+    if args.link is None:
+        message = "--forecast needs the network link of a host, such as --link 400Gbit,5us."
         raise UserError(message)
     from anybatch.planner.forecast import forecast, time_one_rank
     from anybatch.planner.forecast_report import Cluster, draw_forecast
     from anybatch.recipes.load import MeasuredJob, load_recipe
 
     cluster = Cluster(
-        link=given.link,
-        inner_link=given.inner_link,
-        devices_per_host=given.devices_per_host,
-        algorithm=given.algorithm,
+        link=args.link,
+        inner_link=args.inner_link,
+        devices_per_host=args.devices_per_host,
+        algorithm=args.algorithm,
     )
-    requested = RunConfig(effective_batch_size=given.effective_batch_size)
-    effective = requested.with_defaults(load_recipe(given.recipe).defaults).largest_batch_size
-    size = min(given.micro_batch_size or _MAX_FORECAST_SIZE, effective)
+    requested = RunConfig(effective_batch_size=args.effective_batch_size)
+    effective = requested.with_defaults(load_recipe(args.recipe).defaults).largest_batch_size
+    size = min(args.micro_batch_size or _MAX_FORECAST_SIZE, effective)
 
     def job(num_samples: int) -> Any:  # noqa: ANN401 (see `SizedJob`)
-        sized = MeasuredJob(recipe=given.recipe, config=RunConfig(effective_batch_size=num_samples))
+        sized = MeasuredJob(recipe=args.recipe, config=RunConfig(effective_batch_size=num_samples))
         return sized.train_spec(), sized.data(steps=1)
 
     workload = dataclasses.replace(
         time_one_rank(job, size),
-        effective_batch_size=None if given.weak_scaling else effective,
-        accumulation_steps=given.accumulation_steps,
-        bucket_bytes=given.bucket,
+        effective_batch_size=None if args.weak_scaling else effective,
+        accumulation_steps=args.accumulation_steps,
+        bucket_bytes=args.bucket,
     )
-    report = forecast(workload, cluster, world_size=given.forecast, strategy=given.strategy)
-    print_report(f"{given.recipe}: forecast from times of one rank on this machine:", report, draw_forecast, given)
+    report = forecast(workload, cluster, world_size=args.forecast, strategy=args.strategy)
+    print_report(f"{args.recipe}: forecast from times of one rank on this machine:", report, draw_forecast, args)
     return Status.DONE

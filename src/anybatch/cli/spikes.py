@@ -7,19 +7,19 @@ from anybatch.cli.command import Parser, number, print_report
 from anybatch.cli.status import Status
 
 _DESCRIPTION = (
-    "Search the losses and gradient norms in the log of a finished or running run for jumps, rises and non-finite "
-    "values that the steps before do not explain."
+    "Search the losses and gradient norms in the log of a finished or running run for non-finite values, and for jumps "
+    "and rises that are larger than the noise of the previous steps."
 )
 
 
 def run(argv: Sequence[str]) -> int:
     """Run `anybatch spikes` and return the exit status."""
-    given = make_parser().parse(argv)
+    args = make_parser().parse(argv)
     from anybatch.core.spikes import SpikeRule
     from anybatch.diagnostics.spike_log import read_spikes
 
-    report = read_spikes(given.log, SpikeRule(strictness=given.strictness))
-    print_report(f"Loss spikes in {given.log}", report, None, given)
+    report = read_spikes(args.log, SpikeRule(strictness=args.strictness))
+    print_report(f"Loss spikes in {args.log}", report, None, args)
     return Status.DONE
 
 
@@ -32,6 +32,6 @@ def make_parser() -> Parser:
         type=number,
         default=7.0,
         metavar="X",
-        help="certainty of a rise: by chance, it is found in about exp(-2 X) of the steps, such as 1e-6 (default: 7)",
+        help="threshold for a rise; noise alone exceeds it in about exp(-2 X) of the steps, 1e-6 for 7 (default: 7)",
     )
     return parser

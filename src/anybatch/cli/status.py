@@ -1,6 +1,6 @@
-"""How a command ends: its exit status, and the text about an error.
+"""Exit statuses of commands, and the text that a command prints about an error.
 
-For an expected error, the text is its message; if the user's code failed, it also has the traceback of that code.
+The text is the error's message if the error is expected, and the traceback of the user's code if that code failed.
 """
 
 import errno
@@ -45,7 +45,7 @@ class Status(IntEnum):
 
 
 class ParserExit(SystemExit):
-    """The end of a command by its parser: after --help, or after a wrong option."""
+    """Raised by a command's parser to end the command: after --help, or after an invalid option."""
 
 
 def status_of(error: BaseException) -> Status:
@@ -75,7 +75,7 @@ def is_unusable_file(error: BaseException) -> TypeGuard[OSError]:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    torch = sys.modules.get("torch")  # if it is not imported, it did not raise the error
+    torch = sys.modules.get("torch")  # if torch is not imported, it did not raise the error
     return isinstance(error, MemoryError if torch is None else (MemoryError, torch.OutOfMemoryError))
 
 
@@ -124,9 +124,9 @@ def users_traceback(error: BaseException) -> str | None:
     foreign = [number for number, frame in enumerate(shown.stack) if not _is_ours(frame.filename)]
     if not foreign:
         return None
-    # Frames of installed packages between us and the recipe, such as decorators, are skipped.
+    # Skip frames of installed packages between anybatch and the recipe, such as decorators.
     first = next((number for number in foreign if not _is_installed(shown.stack[number].filename)), foreign[0])
-    # Frames of anybatch and torch above the recipe do not help its author.
+    # Drop the frames above the recipe, which belong to anybatch and torch.
     shown.stack = traceback.StackSummary.from_list(list(shown.stack)[first:])
     return "".join(shown.format(chain=False)).rstrip()
 
@@ -176,7 +176,7 @@ def discard_unwritable_output() -> None:
 
 
 def _has_no_reader(stream: TextIO) -> bool:
-    # A test write shows nothing: after a failed write the stream drops its data, so the next write may succeed.
+    # A test write would not show it: after a failed write the stream drops its data, so the next write may succeed.
     poller = select.poll()
     try:
         poller.register(stream.fileno(), 0)

@@ -17,10 +17,10 @@ _EPILOG = "Times are measured on the host: the work of an accelerator appears wh
 
 def run(argv: Sequence[str]) -> int:
     """Run `anybatch trace` and return the exit status."""
-    given = make_parser().parse(argv)
-    logs = rank_logs(given.run)
-    target = given.out or logs[0].with_name("trace.json")
-    report = write_chrome_trace(logs, target, first_step=given.first_step, last_step=given.last_step)
+    args = make_parser().parse(argv)
+    logs = rank_logs(args.run)
+    target = args.out or logs[0].with_name("trace.json")
+    report = write_chrome_trace(logs, target, first_step=args.first_step, last_step=args.last_step)
     ranks = f"{report.num_ranks} rank{'s' * (report.num_ranks != 1)}"
     sys.stdout.write(f"wrote {target}: {report.num_steps} steps, {ranks}, {report.num_events} events\n")
     if report.num_skipped:

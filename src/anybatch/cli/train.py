@@ -61,21 +61,21 @@ _DIFFERENCES: Final = {
         "and the ranks"
     ),
     "--micro-batch-size N": (
-        ": samples per forward and backward on one device. Their number has to fit into memory, and does not change "
-        "the batch: set --effective-batch-size (theirs x accumulation steps x ranks)"
+        ": samples per forward and backward on one device. It does not change the batch per optimizer step: also set "
+        "--effective-batch-size (micro-batch size x accumulation steps x ranks)"
     ),
     "--accumulation-steps N": (
-        ": micro-batches per rank and step. They do not enlarge the effective batch; usually you can leave them out"
+        ": micro-batches per rank and step. It does not enlarge the effective batch; usually you can omit it"
     ),
     "Job(clip=, optimizer=, scheduler=, model=, dataset=)": (
-        ": it belongs to the recipe, for every machine; `anybatch init train.py` writes one to edit"
+        ": it is part of the recipe; `anybatch init train.py` writes a starter recipe"
     ),
 }
-"""What differs, for options whose value gives another batch in other libraries."""
+"""Explanations for options whose values have a different meaning, or another place, in other libraries."""
 
 
 def explain_unknown(unknown: Sequence[str]) -> str:
-    """Return an error about unknown options: our name for another library's option, else the most similar one."""
+    """Return an error about unknown options, with our name for another library's option or a similar option."""
     options = [text for text in unknown if text.startswith("-")]
     if not options:
         return f"unknown argument {unknown[0]!r}. Pass one recipe; options begin with --"
@@ -97,9 +97,9 @@ Resume = Literal["always", "auto", "never"]
 class TrainRequest:
     """A requested run.
 
-    A value of None comes from the resumed run, else it is the default. `resume` is "always"; "auto", to resume if
-    `folder` contains a run, and after an out-of-memory error; "never"; or None, to resume only after an out-of-memory
-    error, or when the launcher restarts these ranks.
+    None means: the value of the resumed run, else the default. `resume` is "always"; "auto", to resume if `folder`
+    contains a run, and after an out-of-memory error; "never"; or None, to resume only after an out-of-memory error,
+    or when the launcher restarts these ranks.
     """
 
     recipe: str | None
@@ -144,21 +144,21 @@ def run(argv: Sequence[str]) -> int:
 def read_request(argv: Sequence[str]) -> TrainRequest:
     """Return the request of a command line, or exit with the first error in it."""
     parser = make_parser()
-    given = parser.parse(argv)
-    if given.resume in ("always", "auto") and given.out is None:
-        newest = _newest_run() if given.resume == "always" else ""
+    args = parser.parse(argv)
+    if args.resume in ("always", "auto") and args.out is None:
+        newest = _newest_run() if args.resume == "always" else ""
         parser.error(f"--resume needs --out, the folder of the run to resume{newest}")
     try:
-        config = settings_of(given)
+        config = settings_of(args)
     except UserError as error:
         parser.error(str(error))
-    # The resumed run or the recipe provides missing options.
+    # The resumed run or the recipe provides the omitted options.
     return TrainRequest(
-        recipe=given.recipe,
-        folder=given.out,
-        resume=given.resume,
-        ranks=given.ranks,
-        checkpoint_seconds=given.checkpoint_seconds,
+        recipe=args.recipe,
+        folder=args.out,
+        resume=args.resume,
+        ranks=args.ranks,
+        checkpoint_seconds=args.checkpoint_seconds,
         config=config,
     )
 
@@ -182,7 +182,7 @@ def make_parser() -> Parser:
         nargs="?",
         const="always",
         metavar="auto|never",
-        help="resume the run in --out; options that are not given keep their values; auto: resume if the run exists, "
+        help="resume the run in --out with its settings, except for those given here; auto: resume if the run exists, "
         "else start it; never: do not resume, not even after an out-of-memory error or a restart by a launcher",
     )
     add("--checkpoint-seconds", type=number, metavar="X", help="maximum seconds between checkpoints (default: 600)")

@@ -23,18 +23,18 @@ _EPILOG = "`anybatch train` tries a few sizes automatically; `anybatch tune` pri
 
 def run(argv: Sequence[str]) -> int:
     """Run `anybatch tune` and return the exit status."""
-    given = make_parser().parse(argv)
+    args = make_parser().parse(argv)
     let_threads_sleep()
     from anybatch.diagnostics.tune import tune
     from anybatch.recipes.load import MeasuredJob
 
-    job = MeasuredJob(recipe=given.recipe, config=settings_of(given))
+    job = MeasuredJob(recipe=args.recipe, config=settings_of(args))
     report = tune(
         job.train_spec(),
         job.data(steps=1)(0),
-        micro_batch_sizes=given.micro_batch_sizes,
+        micro_batch_sizes=args.micro_batch_sizes,
     )
-    print_report(f"{given.recipe}: speed by micro-batch size", report, None, given)
+    print_report(f"{args.recipe}: speed by micro-batch size", report, None, args)
     return Status.DONE
 
 

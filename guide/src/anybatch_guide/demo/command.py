@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from anybatch.cli.command import Parser, let_threads_sleep
 
 _DESCRIPTION = (
-    "See it work in a minute, on any machine: a plain training loop runs out of an enforced memory budget; the same "
-    "loop with three changed lines finishes at the same batch size, with the same gradient. The budget counts the "
-    "memory of tensors on the CPU."
+    "Run two training loops in a minute, on any machine: a plain loop exceeds an enforced memory limit; the same loop "
+    "with three changed lines finishes at the same batch size, with the same gradient. The limit counts the memory of "
+    "tensors on the CPU."
 )
 
 

@@ -17,7 +17,8 @@ from anybatch_guide.watch.watching import WatchedRuns, encoded
 PAGE: Final = DIST / "watch"
 _DESCRIPTION = (
     "Show runs live in a browser, from their logs: the split of batches, losses, whether runs have equal losses, "
-    "memory, the activity of each rank, and the engine's warnings. `watch` only reads log files, and sends nothing."
+    "memory, the activity of each rank, and the engine's warnings. `watch` only reads log files; no data leave this "
+    "machine."
 )
 _EPILOG = "To watch a run on another machine, follow its log: ssh HOST tail -c +1 -F RUN/events.jsonl > copy.jsonl."
 
@@ -62,7 +63,7 @@ def make_parser() -> Parser:
     add("--export", type=output_file, metavar="FILE", help="write the page to one HTML file instead of serving it")
     add("--port", type=port, default=0, metavar="N", help="port to listen on (default: any free port)")
     add("--no-browser", action="store_true", help="print the address without opening a browser")
-    add("--page", type=Path, metavar="FOLDER", help="a different build of the page (default: the one in the package)")
+    add("--page", type=Path, metavar="FOLDER", help="folder of another build of the page (default: the packaged one)")
     return parser
 
 
