@@ -48,9 +48,9 @@ _REMEDY = "Load an older checkpoint (load_latest does so automatically), and rem
 
 
 class Disk:
-    """Everything that saving a checkpoint does to the file system, one operation per method; each may raise OSError.
+    """The file operations that save a checkpoint; each method is one operation, and may raise OSError.
 
-    Saving is correct if the process may die between any two of these operations, and in the middle of a `write`.
+    If a process dies between any two operations, or during a `write`, earlier checkpoints must remain readable.
     """
 
     def make_folder(self, path: Path, /) -> None:
@@ -159,7 +159,7 @@ def write_file(path: Path, blocks: Iterable[bytes | memoryview], *, disk: Disk) 
 
 
 def has_digests(path: Path) -> bool:
-    """Return whether `path` is one checkpoint; a folder of checkpoints has no digests."""
+    """Return whether `path` is a checkpoint; a folder of checkpoints has no digests."""
     try:
         return (path / DIGESTS).exists()
     except PermissionError as error:
@@ -231,7 +231,7 @@ def open_explained(path: Path) -> Iterator[BufferedReader]:
 
 
 def access_error(path: Path, error: OSError) -> CheckpointAccessError:
-    """Return the error to raise where the system refuses `path`."""
+    """Return the error to raise if the system denies access to `path`."""
     user = f" (user {os.geteuid()})" if hasattr(os, "geteuid") else ""
     message = f"this process{user} may not access {error.filename or path}: {error.strerror}. Correct its permissions."
     return CheckpointAccessError(message, path=Path(error.filename or path))
@@ -357,7 +357,7 @@ def tidy(folder: Path, *, disk: Disk) -> list[str]:
 
 
 def put_in_place(partial: Path, target: Path, *, disk: Disk) -> None:
-    """Rename `partial` to `target`, and an existing `target` before it, so that one of the two can always be read."""
+    """Rename `partial` to `target`, after renaming an existing `target`; at any moment one of them can be read."""
     former = target.with_suffix(REPLACED)
     # `target` may also be a broken link.
     if not os.path.lexists(target):
@@ -377,7 +377,7 @@ def put_in_place(partial: Path, target: Path, *, disk: Disk) -> None:
 
 
 def prune(folder: Path, *, step: int, keep_last: int, disk: Disk) -> list[str]:
-    """Remove all but the `keep_last` newest checkpoints up to `step`, the new one included; return failures.
+    """Remove all but the `keep_last` newest checkpoints up to `step` (itself included); return messages about failures.
 
     Checkpoints of later steps belong to another branch of the run; they are neither counted nor removed.
     """

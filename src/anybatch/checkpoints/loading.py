@@ -97,7 +97,7 @@ def verify(path: Path, *, process: int = 0, num_processes: int = 1) -> None:
 
 
 def _check_step_name(path: Path, state: bytes) -> None:
-    """Refuse a checkpoint with another step in its name, because it could be mistaken for the newest."""
+    """Refuse a checkpoint whose name has another step, because it could be mistaken for the newest checkpoint."""
     named, saved = step_in_name(path), (parsed(state) or {}).get("step")
     if named is not None and saved is not None and named != saved:
         message = (
@@ -124,7 +124,7 @@ def stored_state(path: Path) -> Iterator[dict[Any, Any]]:
 def _format_errors_explained(path: Path) -> Iterator[None]:
     try:
         yield
-    except (LookupError, TypeError, ValueError) as error:  # the digests match, so it was written like this
+    except (LookupError, TypeError, ValueError) as error:  # not damage, because the digests match
         message = (
             f"{path} is intact, but this version of anybatch cannot read it ({error!r}). Load an older checkpoint."
         )
@@ -134,8 +134,8 @@ def _format_errors_explained(path: Path) -> Iterator[None]:
 def load_latest(folder: str | os.PathLike[str]) -> LoadedCheckpoint:
     """Load the newest intact checkpoint in `folder`, and list the damaged ones that were skipped.
 
-    An intact checkpoint that cannot be used is not skipped: a fixable problem, such as permissions or the version of
-    anybatch, must not lose the steps since an older one.
+    An intact checkpoint that cannot be used raises an error: the user can fix permissions or the version of anybatch,
+    but falling back to an older checkpoint would lose steps.
 
     Raises:
         MissingCheckpointError: the folder has no checkpoints.
@@ -148,7 +148,7 @@ def load_latest(folder: str | os.PathLike[str]) -> LoadedCheckpoint:
 
 
 def candidates(path: Path) -> tuple[Path, ...]:
-    """Return `path` if it is a checkpoint, or else the checkpoints in it."""
+    """Return `path` if it is a checkpoint, or else the checkpoints in this folder."""
     return (path,) if has_digests(path) else list_checkpoints(path)
 
 
@@ -190,7 +190,7 @@ def export(checkpoint: str | os.PathLike[str], file: str | os.PathLike[str], *, 
     a checkpoint saved with `only_trainable=True` lacks frozen weights.
 
     Args:
-        checkpoint: an engine's checkpoint, or a folder of them, of which the newest intact one is used.
+        checkpoint: an engine's checkpoint, or a folder of checkpoints, whose newest intact one is exported.
         file: file to write; must not exist, but its folder must.
         averaged: export the averaged weights, see `Engine(average_decay=...)`.
 
@@ -243,7 +243,7 @@ def _by_first_name(
         warnings.warn(message, stacklevel=3)
     tensors: dict[str, StoredTensor] = {}
     for first, *others in names.values():
-        # The average has a tied weight under one of its names.
+        # The averaged weights contain a tied weight only once, under one of its names.
         tensor = next((average[name] for name in (first, *others) if name in average), model[first])
         assert isinstance(tensor, StoredTensor)
         if tensor.dtype not in STANDARD_DTYPES:

@@ -5,7 +5,7 @@ all      SharedSave(...)           packs the state of the process; refuses value
 first    begin()                   creates the folder, under a temporary name
 all      assign(...)               with several processes: keeps the parts that this process writes
 all      write()                   writes this process's file, and returns its digest
-first    finish(digests)           writes the rest, renames the folder atomically, removes the oldest checkpoints
+first    finish(digests)           writes state and digests, renames the folder atomically, removes old checkpoints
 ```
 
 If one process saves, its parts are whole tensors. If several save, the caller synchronises them between calls.
@@ -67,7 +67,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """A part of a tensor that a process has; `whole` is the shape of the whole tensor."""
+    """The part of a tensor in one process's memory; `whole` is the shape of the whole tensor."""
 
     name: str
     offset: tuple[int, ...]
@@ -165,7 +165,7 @@ class SharedSave:
             self._disk.sync_folder(folder)
 
     def assign(self, parts_by_process: Sequence[Sequence[LocalPart]]) -> None:
-        """Keep the parts that this process writes, given the parts of all processes, and free the rest."""
+        """Keep only the parts that this process writes, given the parts of all processes."""
         self._parts = {name: self._parts[name] for name in assign_parts(parts_by_process)[self._process]}
 
     def stage(self) -> None:
@@ -189,7 +189,7 @@ class SharedSave:
             return write_file(path, self._tensor_file().blocks(), disk=self._disk)
 
     def finish(self, digests: Sequence[Digest]) -> SavedCheckpoint:
-        """Write the rest of the state, rename the folder, and remove the oldest checkpoints."""
+        """Write the state and the digests, rename the folder, and remove the oldest checkpoints."""
         parts = {part_name(process, len(digests)): digest for process, digest in enumerate(digests)}
         num_bytes = len(self._state) + sum(part.num_bytes for part in parts.values())
         with file_errors_explained(self.path, num_bytes, self._disk):
@@ -211,7 +211,7 @@ class SharedSave:
         return SavedCheckpoint(self.path, num_bytes + len(digests_file), (*self._warnings, *failures, *later))
 
     def abandon(self) -> None:
-        """Remove the written files if possible; the next save removes the rest."""
+        """Remove the written files if possible; the next save removes remaining files."""
         with suppress(OSError):
             remove(self._partial, disk=self._disk)
 
@@ -227,7 +227,8 @@ class SharedSave:
 def assign_parts(parts_by_process: Sequence[Sequence[LocalPart]]) -> list[list[str]]:
     """Return the names of the parts that each process writes, equal on all processes; refuse gaps and overlaps.
 
-    The largest part is assigned first, each to the process with the fewest bytes so far among those that have it.
+    Parts are assigned from the largest to the smallest: of the processes that have a part, the one with the fewest
+    assigned bytes writes it.
     """
     holders: dict[LocalPart, list[int]] = defaultdict(list)
     for process, parts in enumerate(parts_by_process):

@@ -49,7 +49,7 @@ class TensorPart:  # not a dataclass, which tree functions would treat as a cont
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedState:
-    """A packed state: JSON data, and this process's tensors by name; tensors that share memory occur once."""
+    """A packed state: JSON data, and this process's tensors by name; tied tensors have one entry."""
 
     structure: Any
     parts: Mapping[str, TensorPart]
@@ -136,7 +136,7 @@ class _Packer:
             fix = "Its keys must be text or integers: use str(key), or a list of pairs."
             _require(type(key) in {str, int}, keys, f"a dict with the key {key!r} of {_typename(type(key))}", fix)
         pairs = [(key, self.pack(value, (*keys, key))) for key, value in values.items()]
-        # The common case is readable JSON; other dicts become lists of pairs, which keep types and order.
+        # A usual dict is written as a JSON object; other dicts become lists of pairs, which keep key types and order.
         if type(values) is dict and all(type(key) is str and _is_unicode(key) and key[:1] != "$" for key in values):
             return dict(pairs)
         tagged: dict[str, Any] = {_MAPPINGS[type(values)]: [[_LEAVES[type(key)](key), value] for key, value in pairs]}

@@ -89,7 +89,7 @@ def file_layout(
         dtype = STANDARD_DTYPES[tensor.dtype]
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    # Padded, so that the first tensor begins at a multiple of eight bytes, as readers that map the file expect.
+    # Padded, so that the first tensor begins at a multiple of eight bytes, as readers expect that use mmap.
     text += b" " * (-len(text) % _LENGTH_BYTES)
     head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     return TensorFile(head, tuple(tensor for _, tensor in ordered), len(head) + end)
@@ -112,8 +112,8 @@ class StoredTensor:  # not a dataclass, which tree functions would treat as a co
         self.dtype = dtype
         self._stored_dtype = dtype if stored_as is None else stored_as
         self._parts = tuple(parts)
-        whole = _extent(parts)
-        self.shape = torch.Size(whole if self._stored_dtype == dtype else whole[:-1])
+        extent = _extent(parts)
+        self.shape = torch.Size(extent if self._stored_dtype == dtype else extent[:-1])
 
     def __deepcopy__(self, memo: object) -> "StoredTensor":
         return self
@@ -186,9 +186,9 @@ def stored_tensors(files: Sequence[BufferedReader]) -> dict[str, StoredTensor]:
                 message = f"tensor {name!r} is of dtype {known[0]} in one file and of {dtype} in another"
                 raise ValueError(message)
     for name, (_, parts) in tensors.items():
-        total, whole = sum(math.prod(part.shape) for part in parts), math.prod(_extent(parts))
-        if total != whole:
-            message = f"tensor {name!r} has {whole} numbers, and its parts have {total}"
+        num_stored, num_elements = sum(math.prod(part.shape) for part in parts), math.prod(_extent(parts))
+        if num_stored != num_elements:
+            message = f"tensor {name!r} has {num_elements} numbers, and its parts have {num_stored}"
             raise ValueError(message)
     return {name: StoredTensor(dtype, parts) for name, (dtype, parts) in tensors.items()}
 
@@ -203,7 +203,7 @@ def _parts_in(file: BufferedReader) -> Iterator[tuple[str, torch.dtype, _StoredP
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
         dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-        # The digest is right, so another program wrote the file; gaps or overlaps would be read as values.
+        # Only a file of another program can have gaps or overlaps; reading them would give wrong values.
         if begin != position or end - begin != dtype.itemsize * math.prod(shape):
             message = f"tensor {name!r} of dtype {dtype} and shape {shape} does not match its bytes {begin} to {end}"
             raise ValueError(message)

@@ -25,7 +25,7 @@ _MAX_SECONDS: Final = 1e12
 
 @dataclass(frozen=True, slots=True)
 class TraceReport:
-    """Numbers of a trace; `shifted` are the ranks whose clocks were aligned, so that their times are approximate."""
+    """A summary of a trace; `shifted` are the ranks whose clocks were shifted, so their times are approximate."""
 
     num_ranks: int
     num_steps: int
@@ -36,8 +36,8 @@ class TraceReport:
 
 def rank_logs(path: str | os.PathLike[str]) -> list[Path]:
     """Return the logs of a run's ranks, in the order of ranks; `path` is the run's folder or the log of rank 0."""
-    found = Path(path)
-    first = found / "events.jsonl" if found.is_dir() else found
+    path = Path(path)
+    first = path / "events.jsonl" if path.is_dir() else path
     if not first.is_file():
         message = f"there is no log {str(first)!r}. Pass the folder of a run, or its events.jsonl."
         raise UserError(message, code="no_log")
@@ -105,7 +105,7 @@ class _Source:
         self.num_skipped = lines.num_skipped + num_untimed
 
     def step_ends(self) -> dict[int, float]:
-        """Return the time at which each selected step ended, for the last time if it was repeated."""
+        """Return the time at which each selected step ended; of a repeated step, the time of its last run."""
         ends: dict[int, float] = {}
         for line in self.lines():
             step, now = line.get("step"), float(line["time_seconds"])

@@ -174,7 +174,7 @@ class Console(ClosingObserver):
                 if isinstance(record, EvaluateRecord) or record.event != "saved":
                     self._print(*message_of(record, self._total_steps))
             case DiagnosisRecord(code="micro_batch_size"):
-                return  # the next start record has it among its decisions
+                return  # the next start record contains this decision
             case DiagnosisRecord() | OutOfMemoryRecord():
                 self._print(*message_of(record, self._total_steps))
 
@@ -240,7 +240,7 @@ class Console(ClosingObserver):
         self._shown_seconds, self._shown_steps = self._clock(), self._num_steps
 
     def _line(self, numbers: Numbers, time_left: str) -> str:
-        """Return the progress in one line; within a step, only the number of its finished micro-batches."""
+        """Return the progress in one line; within a step, only its finished micro-batches and the remaining time."""
         if self._micro_batch is not None:
             numbers = {name: number for name, number in numbers.items() if name == "micro-batch"}
         else:
@@ -272,7 +272,7 @@ class Console(ClosingObserver):
                 vertical_overflow="crop",
             )
             self._live.start()
-            self._shows_cursor = weakref.finalize(self, self._live.stop)  # also after an error, at exit
+            self._shows_cursor = weakref.finalize(self, self._live.stop)  # at exit, if nothing calls `close`
         cells = [
             Text.assemble((name, "dim"), f"{number:>{_NUMBER_WIDTH - len(name)}}", no_wrap=True, overflow="crop")
             for name, number in numbers.items()
@@ -285,7 +285,7 @@ class Console(ClosingObserver):
         return self._num_steps + (done / total if self._micro_batch is not None else 0.0)
 
     def _micro_batches(self) -> tuple[int, int]:
-        """Return the numbers of finished and of all micro-batches of the current step, or else of the last step."""
+        """Return how many micro-batches of the current (or else the last) step are finished, and how many it has."""
         if self._micro_batch is not None:
             return self._micro_batch.position + (self._micro_batch.event == "end"), self._micro_batch.num_micro_batches
         return (0, 0) if self._step is None else (self._step.num_micro_batches, self._step.num_micro_batches)

@@ -66,7 +66,7 @@ def make_figure(curves: Curves) -> Figure:
     _draw_learning_rates(panels[-1], curves)
     for panel in panels:
         for step in sorted(curves.resumed):
-            # Between the two steps, since the mark belongs to neither.
+            # Between the last step before the resume and the first step after it.
             panel.axvline(step + 0.5, color=INK, linewidth=0.8, linestyle=RESUMED, zorder=1)
     panels[-1].xaxis.set_major_locator(MaxNLocator(10, integer=True))
     panels[-1].set_xlabel("finished steps")
@@ -84,7 +84,7 @@ def _draw_loss(panel: Axes, curves: Curves) -> None:
     losses = [curves.losses[step] if math.isfinite(curves.losses[step]) else math.nan for step in steps]
     is_long = len(steps) >= MIN_SMOOTHED_STEPS
     colour, width, size = (RAW, 0.7, 2.0) if is_long else (SMOOTH, 1.4, 4.0)
-    # With a dot for each step, because a step between two steps without a loss has no line.
+    # Each step has a dot, because a step between two steps without a loss has no line.
     panel.plot(steps, losses, color=colour, linewidth=width, marker="o", markersize=size, label="loss of a step")
     if is_long:
         means = smoothed(losses, max(2, len(steps) // 50))
@@ -139,7 +139,7 @@ def _draw_learning_rates(panel: Axes, curves: Curves) -> None:
 
 
 def _draw_marks(panel: Axes, steps: Iterable[float], shape: str, height: float, label: str) -> None:
-    """Draw a mark at each step, at a height from 0 (bottom of the panel) to 1 (top); the legend has their number."""
+    """Draw a mark at each step, at a height from 0 (bottom of the panel) to 1 (top); the legend shows how many."""
     marked = sorted(steps)
     if marked:
         panel.plot(

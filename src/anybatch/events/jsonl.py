@@ -42,7 +42,7 @@ from anybatch.events.observer import ClosingObserver
 __all__ = ["JsonLine", "JsonlLog", "line_of", "read_jsonl", "record"]
 
 _LINE_START = b'{"version":'
-_TAIL_BYTES = 4 << 20  # read from the end of a log, more than its last two lines have
+_TAIL_BYTES = 4 << 20  # read from the end of a log; more than the length of its last two lines
 
 
 class JsonlLog(ClosingObserver):
@@ -189,7 +189,7 @@ def record(path: str | os.PathLike[str], /, *, first_step: int = 0, **settings: 
 
 
 def line_of(record: Record, *, sequence: int, time_seconds: float) -> JsonLine:
-    """Return a record as a line of a log; reading its numbers waits for their devices."""
+    """Return a record as a line of a log; this reads its tensors, and so waits for their devices."""
     line: JsonLine = json.loads(_encoded(_line(record, sequence, time_seconds)))
     return line
 

@@ -22,13 +22,13 @@ _DECODER: Final = json.JSONDecoder(parse_constant=lambda _: None)
 
 
 def decoded_line(text: bytes) -> JsonLine | None:
-    """Return a line as a dict, None if it is not JSON or of another schema version."""
+    """Return a line as a dict; None if it is not JSON or has another schema version."""
     line = decoded_object(text)
     return line if line is not None and line.get("version") == SCHEMA_VERSION else None
 
 
 def decoded_object(text: bytes) -> JsonLine | None:
-    """Return the JSON object in a text, None if there is none."""
+    """Return the JSON object in a text; None if the text has no valid object."""
     try:
         value = _DECODER.decode(text.decode())
     except (ValueError, RecursionError):  # not JSON, not text, or malicious
@@ -101,7 +101,7 @@ def spans_of(lines: Iterable[JsonLine]) -> Iterator[Span]:
     for line in lines:
         kind, now, step = line.get("kind"), line.get("time_seconds"), line.get("step")
         if kind in _RESETTING_KINDS:
-            begun.clear()  # their step was undone, or their process had another clock
+            begun.clear()  # the step of these spans was undone, or their process had another clock
         named = _named(line)
         if named is None or type(step) is not int or not isinstance(now, int | float):
             continue
@@ -115,8 +115,8 @@ def spans_of(lines: Iterable[JsonLine]) -> Iterator[Span]:
 def clock_shifts(ends: Sequence[Mapping[int, float]]) -> list[float]:
     """Return the seconds to add to the clock of each rank, to align ranks of several machines.
 
-    Only clocks of the same machine have a common zero. A step ends at about the same time on all ranks. So a rank whose
-    steps end more than the longest step earlier or later than on the first rank is shifted by the median difference.
+    Only clocks of one machine share a zero, but a step ends at about the same time on all ranks. So the shift is the
+    median time between the ends of a step on a rank and on the first rank; 0 if this is at most the longest step.
     """
     shifts = [0.0]
     for other in ends[1:]:
@@ -134,7 +134,7 @@ _SPAN_FIELDS: Final[Mapping[str, tuple[str, str, tuple[str, ...]]]] = {
     "micro_batch": ("unit_number", "position", ("unit_number", "position", "num_samples", "weight")),
     "reduction": ("collective", "bucket", ("bucket", "payload", "num_bytes", "dtype")),
 }
-"""Kind -> the field with the name, the field that distinguishes lines of the same name, and the fields of details."""
+"""Kind of line -> the field with the span's name, the field that distinguishes equal names, and the detail fields."""
 
 
 def _named(line: JsonLine) -> tuple[str, object, dict[str, object]] | None:

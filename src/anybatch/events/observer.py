@@ -110,9 +110,9 @@ def skipped_line(numbers: Sequence[int], total_steps: int | None) -> str:
     start = f"{step_of(numbers[-1], total_steps)}   warning: update skipped, because the gradient was not finite"
     if len(numbers) == 1:
         return start
-    named = ", ".join(f"{number:,}" for number in numbers[:_MAX_LISTED_STEPS])
+    listed = ", ".join(f"{number:,}" for number in numbers[:_MAX_LISTED_STEPS])
     more = f" and {len(numbers) - _MAX_LISTED_STEPS:,} more" * (len(numbers) > _MAX_LISTED_STEPS)
-    return f"{start}, in {len(numbers):,} steps: {named}{more}"
+    return f"{start}, in {len(numbers):,} steps: {listed}{more}"
 
 
 def _about_checkpoint(record: CheckpointRecord, total_steps: int | None) -> Sentence:
@@ -165,9 +165,9 @@ _WINDOW_SECONDS = 10.0
 class Throughput:
     """The speed of a session (a run since its start or last resume), from the times at which its steps end.
 
-    Samples per second are the mean of the last 10 seconds, or of the last step if it took longer, without evaluations
-    and checkpoints. The remaining time includes these, since it is based on the session's mean time per step. The first
-    step is ignored as soon as there is a second one, because it allocates and compiles.
+    Samples per second are the mean over the last 10 seconds, or over the last step if it took longer, without the time
+    of evaluations and checkpoints. The remaining time includes evaluations and checkpoints. From the second step on,
+    the first step is ignored, because it allocates and compiles.
     """
 
     def __init__(self) -> None:
@@ -175,8 +175,8 @@ class Throughput:
         self._last_seconds = 0.0
         self._other_seconds = 0.0
         self._num_steps = self._num_samples = 0
-        self._step_ends: list[float] = []  # of the first and the last step
-        self._recent: deque[tuple[float, int]] = deque()  # ends of steps without other work, samples
+        self._step_ends: list[float] = []  # the times at which the first and the last step ended
+        self._recent: deque[tuple[float, int]] = deque()  # (end of a step minus other work, samples so far)
 
     def begin(self, now: float) -> None:
         """Record the time at which the first step begins."""
@@ -192,7 +192,7 @@ class Throughput:
         self._num_samples += num_samples
         self._step_ends[1:] = [now]
         self._recent.append((now - self._other_seconds, self._num_samples))
-        if self._num_steps == 2:  # noqa: PLR2004 (from the second step on, the first one is ignored)
+        if self._num_steps == 2:  # noqa: PLR2004 (from the second step on, the first step is ignored)
             self._recent.popleft()
         # One step that is older than the window is kept, so that the steps cover the whole window.
         while len(self._recent) > 2 and self._recent[1][0] <= self._recent[-1][0] - _WINDOW_SECONDS:  # noqa: PLR2004
@@ -221,6 +221,6 @@ class Throughput:
         if self._begun is None or not self._num_steps:
             return None
         first, last = (self._begun, self._step_ends[0]) if self._num_steps == 1 else self._step_ends
-        # Including other work, because evaluations and checkpoints will continue.
+        # Includes evaluations and checkpoints, because the remaining steps will have them too.
         per_step = (last - first) / max(1, self._num_steps - 1)
         return max(0.0, per_step * num_steps_left - (now - last))

@@ -88,7 +88,7 @@ def smoothed(values: Sequence[float], reach: int) -> list[float]:
 
 
 def _number(value: float | str | None) -> float:
-    """Return a number of a log line, in which NaN and infinities are strings, and an unreadable number is null."""
+    """Return a number of a log line as a float; the log has NaN and infinities as strings, unreadable ones as null."""
     return nan if value is None else float(value)
 
 

@@ -134,7 +134,7 @@ class TensorBoardLog(ClosingObserver):
             if isinstance(record, StepRecord):
                 self._add_scalars(_points(record, samples_per_second), record.step + 1, wall_seconds)
             elif isinstance(record, EvaluateRecord):
-                # `step` of an evaluation is the number of finished steps; that of a step is counted from 0.
+                # `step` of an evaluation is the number of finished steps; `step` of a step record counts from 0.
                 metrics = [(f"evaluation/{name}", value) for name, value in record.metrics.items()]
                 self._add_scalars(metrics, record.step, wall_seconds)
             elif isinstance(record, MemoryRecord):
@@ -155,7 +155,7 @@ class TensorBoardLog(ClosingObserver):
 def _points(record: StepRecord, samples_per_second: float | None) -> list[Point]:
     """Return the numbers of a step with the names of their charts."""
     points: list[Point] = [("loss", record.loss), ("update_skipped", record.skipped)]
-    # A single term is the loss itself.
+    # The chart of a single term would equal the chart of the loss.
     if len(record.losses) > 1:
         points += [(f"loss_terms/{name}", value) for name, value in record.losses.items()]
     if record.gradient_norm is not None:

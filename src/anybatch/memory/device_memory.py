@@ -94,7 +94,7 @@ def _cuda_memory(device: torch.device) -> MemoryInUse | None:
 
 
 def _process_memory() -> MemoryInUse | None:
-    """Return the counts of the operating system's kernel; `ru_maxrss` would include the parent process."""
+    """Return the memory of this process from `/proc`; `ru_maxrss` would include the parent process."""
     try:
         status = _sizes_in(_PROCESS)
         resident, peak = status["VmRSS"], status["VmHWM"]
@@ -129,9 +129,9 @@ def read_host(root: Path = Path("/")) -> HostReading | None:
 
 
 class HostHeadroom:
-    """The host memory that is available at the beginning, and a check of this process's peak use since then.
+    """The host memory that is available when this object is created, and a rough check of the peak use since then.
 
-    The check is approximate. `num_sharing` is the number of processes that use the same amount at the same time.
+    `num_sharing` is the number of processes that use the same amount at the same time.
     """
 
     def __init__(self, read: Callable[[], HostReading | None] = read_host, *, num_sharing: int = 1) -> None:
@@ -141,13 +141,13 @@ class HostHeadroom:
 
     @property
     def available_bytes(self) -> int | None:
-        """Memory that was available to one process at the beginning; None if unknown."""
+        """Memory that was available to each process at the beginning; None if unknown."""
         return None if self._start is None else self._start.available_bytes // self._num_sharing
 
     def may_double(self) -> bool:
         """Return whether twice the peak use since the beginning would have fitted in the available memory.
 
-        Return True if this is unknown, also if the peak of the process is from before the beginning.
+        Return True if this is unknown: for example, if the process had its peak before the beginning.
         """
         now, start = self._read(), self._start
         if now is None or start is None or now.peak_bytes <= start.peak_bytes:
@@ -209,5 +209,5 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 
 def counting_text(*ways: Counted) -> str:
-    """Return a line for each of the ways of counting that explains it: `counted: in tensors, ...`."""
+    """Return a line that explains each way of counting: `counted: in tensors, ...`."""
     return "\n".join(f"{_BEGINS if way is ways[0] else '':{len(_BEGINS)}}{way}, {MEANINGS[way]}" for way in ways)

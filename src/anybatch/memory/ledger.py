@@ -81,7 +81,7 @@ class MemoryLedger(TorchDispatchMode):
         if func is DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a shortcut: this is two thirds of all calls on fake tensors, and slow in torch
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # torch then calls this again for the tensors inside of a wrapper, such as a DTensor
+            return NotImplemented  # torch then calls this again with the tensors inside the wrapper, such as a DTensor
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self._record_operation(func, args, kwargs, result)
@@ -133,7 +133,7 @@ class MemoryLedger(TorchDispatchMode):
         renumbered = {old: new for new, old in enumerate((*initial, *allocated), start=1)}
         events = [renumbered[event] if event > 0 else -renumbered[-event] for event in (*initial, *part)]
         marks = [(at - start + len(initial), name) for at, name in self._marks if 0 <= at - start <= len(part)]
-        # Memory from before `start` was allocated in a part that is left out, so it has no phase and operation.
+        # Memory from before `start` was allocated outside of this part, so its phase and operation are dropped.
         older = (replace(self._allocations[number - 1], phase="setup", operation="") for number in initial)
         return MemoryTrace(
             allocations=(*older, *(self._allocations[number - 1] for number in allocated)),
@@ -147,7 +147,7 @@ class MemoryLedger(TorchDispatchMode):
 
     def _record_operation(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:  # noqa: ANN401
         """Report an operation that has run, and record its results."""
-        # Operations are reported while the ledger is paused, too, because they take time.
+        # Also while the ledger is paused, because `on_operation` may estimate the time of operations.
         if self._on_operation is not None:
             self._on_operation(func, args, kwargs, result, self.current_phase)
         if self.paused:

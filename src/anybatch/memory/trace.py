@@ -35,7 +35,7 @@ class Allocation:
     category: Category
     phase: Phase
     operation: str  # the operation that allocated it, such as `aten.addmm.default`; empty for memory from before
-    pool: int = 0  # number of the CUDA stream that allocated it, each of which has a memory pool: 0 is the model's
+    pool: int = 0  # number of the allocator's memory pool, one for each CUDA stream; 0: the model's stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class MemoryEnvelope:
         """
         if self.peak_bytes(1) > budget_bytes:
             return 0
-        # Use the memory after each event, not the allocations: a growing allocation may replace a growing free.
+        # Use the memory after each event: if a growing allocation replaces a growing free, the total does not grow.
         grows = self.held.slope > 0
         if not bool(grows.any()):
             return None
@@ -194,7 +194,8 @@ def check(envelope: MemoryEnvelope, trace: MemoryTrace, m: int) -> None:
 def in_order(trace: MemoryTrace) -> MemoryTrace:
     """Return the trace with consecutive frees sorted by allocation, to make traces of two runs comparable.
 
-    Their order may differ from run to run, because caches are emptied in the order of pointers. No peak depends on it.
+    The order of consecutive frees may differ from run to run, because caches are emptied in the order of pointers. It
+    affects no peak.
     """
     ends = {position for position, _ in trace.marks}
     events: list[int] = []
@@ -302,7 +303,7 @@ def timeline(trace: MemoryTrace) -> MemoryTimeline:
 
 
 def _num_older_allocations(trace: MemoryTrace) -> int:
-    """Return the number of events at the beginning that allocate memory from before the trace, at least one."""
+    """Return the number of leading events that allocate memory from before the trace; at least one."""
     for number, event in enumerate(trace.events):
         if event < 0 or trace.allocations[event - 1].operation:
             return max(1, number)

@@ -39,9 +39,9 @@ Normalise = Callable[[BatchNormCall], Tensor]
 class Interceptor:
     """Replaces `F.batch_norm` in the BatchNorm layers of a model in train mode, while a replacement is set.
 
-    The rest of a layer's forward, such as a fused activation, runs as before. Forward hooks switch the replacement on
-    before each layer and off after it. So it costs nothing elsewhere, and also works in other threads and when a
-    backward recomputes a checkpointed block. Compiled layers are not intercepted.
+    Other code in a layer's forward, such as a fused activation, runs unchanged. Forward hooks switch the replacement on
+    before each layer and off after it, so it costs nothing outside these layers, and also works in other threads and
+    when a backward recomputes a checkpointed block. Compiled layers are not intercepted.
     """
 
     def __init__(self, layers: Iterable[BatchNormBase]) -> None:
@@ -110,11 +110,11 @@ class BatchNormReplacement(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 (torch's protocol)
         """Run a function of torch, or the replacement for `F.batch_norm` in train mode."""
-        given = dict(zip(_BATCH_NORM, args, strict=False)) | (kwargs or {}) if func is F.batch_norm else {}
-        if not given.get("training"):
+        named = dict(zip(_BATCH_NORM, args, strict=False)) | (kwargs or {}) if func is F.batch_norm else {}
+        if not named.get("training"):
             return func(*args, **(kwargs or {}))
-        running_mean, weight, bias = (given.get(name) for name in ("running_mean", "weight", "bias"))
-        call = BatchNormCall(given["input"], running_mean, weight, bias, given.get("eps", 1e-5))
+        running_mean, weight, bias = (named.get(name) for name in ("running_mean", "weight", "bias"))
+        call = BatchNormCall(named["input"], running_mean, weight, bias, named.get("eps", 1e-5))
         # Autocast is disabled, because it does not convert the input of torch's batch_norm either.
         with torch.autocast(call.values.device.type, enabled=False):
             return self._normalise(call)
@@ -182,7 +182,7 @@ class CooperativeThreads:
         try:
             self._results[number] = task(lambda name, contribution: self._exchange(number, name, contribution))
             self._pass_turn()
-        # Another task has failed: `run` raises the error of that task.
+        # Another task has failed, and `run` raises that task's error.
         except _CancelledError:
             return
         except BaseException as error:  # noqa: BLE001 (raised again in the caller's thread)
@@ -224,11 +224,11 @@ class CooperativeThreads:
 
 
 class _CancelledError(BaseException):
-    """Ends a task because another one has failed. Not an Exception, so that `except Exception` does not catch it."""
+    """Ends a task after another task has failed. It is a BaseException, so `except Exception` does not catch it."""
 
 
 def blocks_of(modules: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Module]:
-    """Return the modules to checkpoint; for None, the outermost ones, but not the model, with a BatchNorm child."""
+    """Return the modules to checkpoint; for None, the outermost modules (without the model) with a BatchNorm child."""
     named = dict(modules.named_modules())
     if names is not None:
         unknown = [name for name in names if name not in named]
@@ -237,18 +237,18 @@ def blocks_of(modules: nn.Module, names: Sequence[str] | None) -> dict[str, nn.M
             raise ParameterError(message)
         return {name: named[name] for name in names}
     models = {modules, *(modules.children() if isinstance(modules, nn.ModuleDict) else ())}
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for name, module in named.items():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if module not in models and not inside and any(isinstance(child, BatchNormBase) for child in module.children()):
-            found[name] = module
-    return found
+        nested = any(name.startswith(f"{outer}.") for outer in blocks)
+        if module not in models and not nested and any(isinstance(child, BatchNormBase) for child in module.children()):
+            blocks[name] = module
+    return blocks
 
 
 class BlockCheckpoint:
     """Runs one module under activation checkpointing in train mode, as torch does with use_reentrant=False.
 
-    It uses hooks: the module is neither wrapped nor patched, so module and parameters keep their names.
+    It uses hooks, and neither wraps nor patches the module, so module and parameters keep their names.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -287,19 +287,19 @@ class BlockCheckpoint:
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         del module, args, output
         if not self._recomputing and self._running:
-            # Advance the generator to its end; the default suppresses StopIteration.
+            # Advance the generator to its end; with the default None, `next` does not raise StopIteration.
             next(self._running.pop(), None)
 
 
-_SMALL_BYTES = 1 << 14  # smaller tensors stay on the device, because they save less memory than a copy is worth
+_SMALL_BYTES = 1 << 14  # smaller tensors stay on the device, because moving them saves too little memory
 _Key = tuple[object, ...]
 
 
 class HostStore:
     """Saved-tensor hooks that move tensors to the host, and back to the device when the backward needs them.
 
-    A tensor that several operations save is copied to the host once, unless it changes in between. It is copied back
-    once for several operations if the copy on the device is still alive.
+    A tensor that several operations save is copied to the host once, unless it changes in between. Several operations
+    also share one copy on the device, as long as it is alive.
     """
 
     def __init__(self, kept_on_device: Iterable[Tensor]) -> None:

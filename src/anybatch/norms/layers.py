@@ -108,7 +108,7 @@ def _inputs_of_modules(model: nn.Module, run: Callable[[], object]) -> dict[nn.M
     inputs: dict[nn.Module, _Inputs] = {}
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module not in inputs:  # copies, because a layer may change its input in place
+        if module not in inputs:  # recorded as copies, because a layer may change its input in place
             inputs[module] = map_tensors(args, _copy), map_tensors(kwargs, _copy)
 
     handles: list[RemovableHandle] = [
@@ -130,7 +130,7 @@ def _copy(tensor: Tensor) -> Tensor:
 def _coupling(module: nn.Module, inputs: _Inputs, num_samples: int) -> float:
     """Return the largest relative change in the outputs of all other samples if the last sample changes."""
     changed = map_tensors(inputs, lambda tensor: _with_other_last_sample(tensor, num_samples))
-    # No input has a row per sample that could be changed.
+    # If this changes nothing, no input has a row for each sample.
     if all(torch.equal(before, after) for before, after in zip(tensors_of(inputs), tensors_of(changed), strict=True)):
         return 0.0
     outputs = _outputs(module, (inputs, inputs, changed))
@@ -170,15 +170,15 @@ def _with_other_last_sample(tensor: Tensor, num_samples: int) -> Tensor:
     rows = tensor.shape[0] // num_samples
     changed = tensor.clone()
     if tensor.is_floating_point():
-        # Another value even if all samples are equal, or zero.
+        # Changes the values even if all samples are equal or zero.
         changed[-rows:] = tensor[:rows] * 3 + tensor.abs().mean() + 1
     else:
-        changed[-rows:] = tensor[:rows]  # such as token ids, of which only those in the batch are certain to be valid
+        changed[-rows:] = tensor[:rows]  # integers, such as token ids: only ids of this batch are certain to be valid
     return changed
 
 
 def _relative_change(before: Tensor, after: Tensor, num_samples: int) -> float:
-    """Return the relative change of the rows of all samples but the last; 0 for changes within rounding errors."""
+    """Return the relative change of the rows of all samples except the last; 0 for a change within rounding."""
     rows = before.shape[0] if before.dim() else 0
     if before.dim() == 0 or before.shape != after.shape or rows % num_samples or not before.is_floating_point():
         return 0.0
@@ -234,7 +234,7 @@ def replaced(model: nn.Module, kind: Kind, *, num_groups: int | None = None) -> 
         new = nn.GroupNorm(groups, old.num_features, eps=old.eps, affine=old.affine)
         new_of[old] = _with_parameters_of(new, old)
         replaced_by[name] = f"{type(old).__name__}({old.num_features}) -> GroupNorm({groups}, {old.num_features})"
-    # With duplicates: a layer with two names has to be replaced under both.
+    # Includes duplicates, because a layer with two names has to be replaced under both names.
     for name, old_layer in list(copied.named_modules(remove_duplicate=False)):
         # The model itself has the name ""; if it is a BatchNorm layer, it is replaced below.
         if name and old_layer in new_of:

@@ -1,4 +1,4 @@
-"""Policies for BatchNorm in train mode (`norms=`): over which samples a layer computes its statistics."""
+"""Policies for BatchNorm in train mode (`norms=`): a policy chooses the samples whose statistics a layer uses."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -150,7 +150,7 @@ def constraints_of(policy: Policy, *, has_layers: bool, world_size: int) -> Spli
                 lockstep=over_ranks, allows_empty_ranks=over_ranks, syncs_in_forward=over_ranks, whole=True
             )
         case Exact():
-            # A rank without samples runs fillers, so that it takes part in the collectives of every layer.
+            # A rank without samples runs fillers (micro-batches of weight 0), to join the collectives of every layer.
             return SplitConstraints(allows_empty_ranks=over_ranks, syncs_in_forward=over_ranks, every_unit=has_layers)
 
 

@@ -19,7 +19,7 @@ from anybatch.norms.layers import Ranks
 
 @dataclass(frozen=True, slots=True)
 class PartialStatistics:
-    """Number of values per channel in a part of a batch, their mean, and the sum of squared differences from it."""
+    """For a part of a batch, per channel: the number of values, their mean, and their sum of squared deviations."""
 
     count: int
     mean: Float[Tensor, " channels"]
@@ -27,7 +27,7 @@ class PartialStatistics:
 
 
 Statistics = tuple[Float[Tensor, " channels"], Float[Tensor, " channels"]]
-"""Mean and biased variance per channel, by which BatchNorm normalises."""
+"""The mean and biased variance per channel with which BatchNorm normalises."""
 
 
 def partial_statistics(values: Float[Tensor, "samples channels *rest"]) -> PartialStatistics:
@@ -54,7 +54,7 @@ def merge_statistics(
     # One message for count and total. The squares are around the mean of all ranks, so they need a second message.
     sums, token = _sum(torch.cat([count, total]), ranks, token)
     count, total = sums[:1].detach(), sums[1:]
-    count = count.clamp(min=1)  # the count is 0 if every rank runs a filler, but the result must be finite
+    count = count.clamp(min=1)  # 0 if all ranks run fillers (micro-batches of weight 0); avoids 0 / 0
     mean = total / count
     squares = torch.zeros_like(like)
     for part in parts:
@@ -154,9 +154,9 @@ class RunningStatistics:
     variance over all samples of all ranks, and `num_batches_tracked` counts effective batches. A layer that is called
     several times in a forward is updated once per call, in the order of the calls.
 
-    Sums are of differences from the previous running mean, in float64. So they can be added in any order, and over
-    ranks in one message. A mean that is d standard deviations from the running mean loses a factor of d squared in
-    precision.
+    The sums are sums of differences from the previous running mean, in float64. So they can be added in any order, and
+    over ranks in one message. If a mean is d standard deviations from the running mean, precision decreases by a factor
+    of d squared.
 
     Source: with c any constant, sum (x - mean)^2 = sum (x - c)^2 - n (mean - c)^2; parts are added by Chan, Golub and
     LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
@@ -202,7 +202,7 @@ class RunningStatistics:
 
     @contextmanager
     def forward(self, *, counts: bool) -> Iterator[None]:
-        """Return a context for a forward in which statistics are recorded if `counts`, which is False for a filler.
+        """Return a context for a forward that records statistics if `counts` (False for a filler, which has weight 0).
 
         A forward that is recomputed in a backward is not recorded.
         """
@@ -223,7 +223,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def add_parts(self, running_mean: Tensor, parts: Sequence[PartialStatistics]) -> None:
-        """Add the statistics of one call of a layer, given in parts.
+        """Add the statistics of one call of a layer, part by part.
 
         `running_mean` is the layer's buffer, shape (channels,), which identifies the layer.
         """
@@ -245,7 +245,7 @@ class RunningStatistics:
         """Update the buffers once, from the sums of all ranks."""
         if not self.layers:
             return
-        # A rank may have called its layers less often, or not at all: pad the messages to one length.
+        # Pad the messages of all ranks to one length, because a rank may have called its layers less often.
         num_calls = ranks.max(len(self.sums_by_call)) if ranks.size > 1 else len(self.sums_by_call)
         self.sums_by_call += [self._new_sums() for _ in range(num_calls - len(self.sums_by_call))]
         # One message contains all sums of all layers.
@@ -290,7 +290,7 @@ class RunningStatistics:
 
 
 class _CallSums:
-    """The sums of the k-th call of every layer within a forward, for one k.
+    """The sums of every layer's k-th call within a forward, for one k.
 
     Every sum is a separate tensor, because compiled code loses writes to several views of one tensor (torch 2.13).
     """
@@ -307,7 +307,7 @@ class _CallSums:
 
 
 class BufferReader:
-    """A forward hook that reads the statistics of a layer's input from its buffers, since its momentum is set to 1."""
+    """A forward hook that reads the statistics of a layer's input from its buffers; the layer must have momentum 1."""
 
     def __init__(self, statistics: RunningStatistics, number: int) -> None:
         self._statistics = statistics
@@ -317,7 +317,7 @@ class BufferReader:
         """Add the statistics of the layer's last input."""
         del output
         statistics = self._statistics
-        # Do not record the recomputation of a checkpointed block in the backward, whose inputs have been counted.
+        # Skip the recomputation of a checkpointed block in the backward, because its forward has been recorded.
         if not statistics.recording or not layer.training:
             return
         values, mean, variance = args[0], layer.running_mean, layer.running_var

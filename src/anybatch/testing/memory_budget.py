@@ -1,7 +1,7 @@
 """Run out of memory on purpose, on any machine: enforce a budget, or fail a chosen allocation.
 
-Both count the results of torch operations, like `anybatch.memory.ledger`, but not temporary memory inside kernels or
-allocations of other threads. Outside of their `with` blocks they have no effect and no cost.
+`memory_budget` and `out_of_memory_at` count the results of torch operations, like `anybatch.memory.ledger`, but not
+temporary memory inside kernels or allocations of other threads. They have no effect and no cost outside a `with` block.
 """
 
 from collections.abc import Iterator, Mapping
@@ -116,7 +116,7 @@ class AllocationFault:
     """An allocation that fails on purpose; created by `out_of_memory_at`.
 
     Attributes:
-        num_allocations: number of allocations so far, including failed ones; only of the given phase, if there is one.
+        num_allocations: number of allocations so far, including failed ones; if a phase is given, only of this phase.
         failed: (operation, phase) of each allocation that failed.
         ledger: records the memory of tensors and the current phase.
     """

@@ -45,8 +45,8 @@ class RankPool:
     """`world_size` processes in one process group, which run one function after the other.
 
     Functions must be importable (defined at the top of a module). On Linux, ranks are forked from a server process that
-    imports torch once. So only the first pool waits for this import, and all pools have the environment variables of
-    that moment. On other systems each rank imports torch. If a function may break the connection between ranks, use
+    imports torch once, when the first pool starts. Later pools start faster, but have the environment variables of that
+    moment. On other systems each rank imports torch. If a function may break the connection between ranks, use
     `run_ranks` instead, because the pool cannot be used afterwards.
 
     Args:
@@ -75,7 +75,7 @@ class RankPool:
         self._processes: list[BaseProcess] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            # A fork also inherits our ends of the pipes; if it kept them open, no rank would notice that we close them.
+            # A forked rank inherits our ends of the pipes, and closes them; otherwise closing ours would end no rank.
             inherited = (*self._pipes, ours) if context.get_start_method() == "fork" else ()
             process = context.Process(
                 target=_serve,
@@ -92,17 +92,17 @@ class RankPool:
         """Run `function(*args)` on every rank and return how each ended, in rank order."""
         for pipe in self._pipes:
             pipe.send((function, args))
-        found: dict[int, RankOutcome] = {}
-        while len(found) < len(self._pipes):
-            ready = wait([p for rank, p in enumerate(self._pipes) if rank not in found], self._timeout_seconds)
+        received: dict[int, RankOutcome] = {}
+        while len(received) < len(self._pipes):
+            ready = wait([p for rank, p in enumerate(self._pipes) if rank not in received], self._timeout_seconds)
             if not ready:
                 break
             for rank, pipe in enumerate(self._pipes):
                 if pipe in ready:
-                    found[rank] = self._receive(rank)
-        # Not an endless wait: a rank that hangs must not hang the test session.
+                    received[rank] = self._receive(rank)
+        # Waiting has a timeout, because a rank that hangs must not hang the test session.
         late = RankOutcome(error=f"no answer after {self._timeout_seconds} seconds")
-        return [found.get(rank, late) for rank in range(len(self._pipes))]
+        return [received.get(rank, late) for rank in range(len(self._pipes))]
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:  # noqa: ANN401 (the function's)
         """Run `function(*args)` on every rank and return its values, in rank order.
@@ -121,7 +121,7 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            # A closed pipe ends a rank; a hanging one is killed.
+            # A rank ends when its pipe is closed, unless it hangs; then it is killed.
             process.join(self._timeout_seconds / 10)
             if process.is_alive():
                 process.kill()
@@ -175,7 +175,7 @@ def _serve(  # noqa: PLR0917 (the arguments of a process)
 ) -> None:
     for end in inherited:
         end.close()
-    # Objects imported before the fork live as long as the rank, so garbage collections need not visit them.
+    # Objects imported before the fork live as long as the rank, so garbage collections can skip them.
     gc.freeze()
     # Ranks share the cores of one machine, so several threads per rank would compete for them.
     torch.set_num_threads(1)
@@ -201,5 +201,5 @@ def _serve(  # noqa: PLR0917 (the arguments of a process)
             outcome = RankOutcome(error=traceback.format_exc())
             pipe.send(outcome)
         if outcome.error:
-            break  # the connection to the others may be out of step
+            break  # the other ranks may wait in a collective that this rank does not join
     dist.destroy_process_group()

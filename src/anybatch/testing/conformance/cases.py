@@ -45,7 +45,7 @@ class LossTerm:
 class LossTerms:
     """A loss: `function(model, samples)` returns the mean of each term over these samples, by name of the term.
 
-    The mean over zero items is NaN, as in torch, so a trainer has to omit such a term.
+    The mean over zero items is NaN, as in torch, so a trainer has to omit a term without items.
     """
 
     function: Callable[[nn.Module, Samples], Mapping[str, Tensor]]
@@ -84,7 +84,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class SplitCase:
-    """One case with one split: the input of an adapter."""
+    """A case and a micro-batch size: the input of `Adapter.steps`."""
 
     case: Case
     micro_batch_size: int
@@ -96,7 +96,7 @@ class SplitCase:
 
     @property
     def effective_batch_size(self) -> int:
-        """Samples of one optimizer step; the last step has the remaining samples."""
+        """Samples of one optimizer step; the last step may have fewer."""
         return self.case.effective_batch_size
 
     def model(self) -> nn.Module:
@@ -129,7 +129,7 @@ class Adapter(Protocol):
         ...
 
     def steps(self, split: SplitCase) -> Iterable[TrainerStep]:
-        """Go through the samples once, in order; return the gradient of every step, and keep parameters unchanged."""
+        """Train on the samples once, in order, without changing parameters; return the gradient of every step."""
         ...
 
 
@@ -152,7 +152,7 @@ def gradients_of(model: nn.Module, *losses: Callable[[nn.Module], Tensor]) -> Gr
 
 
 _NUM_FEATURES, _NUM_CLASSES, _NUM_WORDS, _WIDTH = 6, 4, 9, 12
-# The weights differ much, so that a mean without them has a large error.
+# The weights differ much, so that a loss that ignores them has a large error.
 _CLASS_WEIGHTS = (0.2, 2.0, 1.0, 0.6)
 _AUX_WEIGHT = 0.05
 
@@ -209,7 +209,7 @@ def vectors(number: int) -> dict[str, Tensor]:
 
 
 def sentences(number: int, empty: tuple[int, int] = (0, 0)) -> dict[str, Tensor]:
-    """Return random sentences of very different lengths, always the same; those in `empty` have no targets."""
+    """Return random sentences of very different lengths, always the same; the sentences in `empty` have no targets."""
     generator = torch.Generator().manual_seed(number)
     words = torch.randint(_NUM_WORDS, (number, _WIDTH), generator=generator)
     lengths = torch.randint(2, _WIDTH + 1, (number, 1), generator=generator)

@@ -73,7 +73,7 @@ class HandWrittenLoop:
     Without a fault, it correctly divides every micro-batch's sums by the counts of the effective batch. With a fault:
 
     - "mean of means" divides each micro-batch's mean loss by the number of micro-batches in the effective batch;
-    - "constant divisor" divides it by the number of micro-batches in a full effective batch;
+    - "constant divisor" divides the mean loss by the number of micro-batches in a full effective batch;
     - "dropped tail" skips the step of an effective batch that is not full;
     - "duplicated samples" fills up the last effective batch with the first samples, and is correct otherwise.
     """
@@ -86,7 +86,7 @@ class HandWrittenLoop:
         return f"hand-written loop: {self.fault or 'right'}"
 
     def steps(self, split: SplitCase) -> Iterator[TrainerStep]:
-        """Yield the gradient of each window."""
+        """Yield the gradient of each effective batch."""
         samples, size = split.samples(), split.effective_batch_size
         ids = torch.arange(num_samples(samples))
         for window in ids.split(size):
@@ -117,11 +117,11 @@ def _plain_mean(loss: LossTerms, part: Samples, divisor: int, model: nn.Module) 
 
 
 def _share(loss: LossTerms, part: Samples, batch: Samples, model: nn.Module) -> Tensor:
-    """Return a micro-batch's sums divided by the effective batch's counts; terms without items here are left out."""
+    """Return a micro-batch's loss sums divided by the effective batch's counts; omit terms without items here."""
     means = loss.function(model, part)
     counts = [(term, term.count(part), term.count(batch)) for term in loss.terms]
     shares = [term.weight * means[term.name] * here / all_ for term, here, all_ in counts if here]
-    # Without any item, return a zero that has a graph, so that the backward still runs.
+    # Without items, return a zero that has a graph, so that the backward still runs.
     return torch.stack(shares).sum() if shares else next(iter(means.values())).nan_to_num(0.0) * 0.0
 
 
@@ -168,7 +168,7 @@ class Table:
         """Return the verdicts as lines."""
         cells = [("case", "micro-batch", "error", "verdict")]
         cells += [(row.case, str(row.micro_batch_size), f"{row.error:.1e}", row.reason or "exact") for row in self.rows]
-        head = f"{self.adapter}: {len(self.rows) - len(self.failures)} of {len(self.rows)} hold"
+        head = f"{self.adapter}: {len(self.rows) - len(self.failures)} of {len(self.rows)} splits are exact"
         return "\n".join([head, *columns(cells, num_left=4)])
 
 
