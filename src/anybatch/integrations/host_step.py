@@ -1,0 +1,187 @@
+"""One effective batch in the loop of another library: one reduction of gradients, and repeats after out of memory.
+
+The host (a trainer) owns the model wrapper, optimizer, clipping and loop. This module runs a step's micro-batches.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from anybatch.core.torch_internals import BufferKeeper
+from anybatch.data.random_state import HostDraws
+from anybatch.engine.micro_batch_size.oom_retry import free_cached_memory, release_frames
+from anybatch.engine.updater import StepState
+from anybatch.errors import CannotRedoError
+from anybatch.integrations.effective_batches import Share, Shares
+
+
+class OtherRankFailedError(Exception):
+    """Another rank ran out of memory; raised inside a micro-batch, to leave it."""
+
+
+class HostStep:
+    """Runs the micro-batches of one effective batch after another.
+
+    Args:
+        model: the model as the host calls it: a module, DDP or a module after FSDP2's `fully_shard`.
+        device: of the micro-batches.
+        no_sync: returns a context in which a backward does not reduce gradients over ranks.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, no_sync: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self.model = model
+        self.num_repeats = 0
+        self._device = device
+        self._no_sync = no_sync
+        self._is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        # A group of its own, so that a vote cannot be paired with a gradient.
+        self._votes = dist.new_group(backend="gloo") if is_distributed else None
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            generators.append(torch.cuda.default_generators[index])
+        self._state = StepState(BufferKeeper(model), generators)
+
+    def run(
+        self,
+        share: Share,
+        shares: Shares,
+        run_micro_batch: Callable[[Any, float, Share], Tensor],
+        undo: Callable[[], None],
+    ) -> Tensor:
+        """Accumulate the gradient of an effective batch, reduced once over ranks, and return the sum of the losses.
+
+        After an out-of-memory error on any rank, all ranks repeat the step with micro-batches of half the size.
+
+        Args:
+            share: this rank's share.
+            shares: the data set of the share.
+            run_micro_batch: called with a micro-batch, its weight and its share; runs forward and backward, and returns
+                the loss, whose gradient it added.
+            undo: called before the step is repeated; restores what `run_micro_batch` has changed, except gradients,
+                buffers and random numbers.
+
+        Raises:
+            DoesNotFitError: a single sample does not fit.
+            CannotRedoError: an FSDP model on several ranks ran out of memory.
+        """
+        share = shares.at_current_size(share)
+        begin_step(self.model)
+        draws = HostDraws()
+        self._state.keep()
+        while True:
+            total, reason = self._attempt(share, run_micro_batch)
+            if not self.any_rank(failed=reason is not None):
+                break
+            free_cached_memory(self._device)
+            self.model.zero_grad()  # a failed backward has added to some gradients
+            self._state.restore()
+            draws.restore()
+            undo()
+            share = shares.halve(share, reason or "another rank ran out of memory")
+            self.num_repeats += 1
+        self._state.release()
+        if not self._is_sharded:
+            reduce_gradients(self.model)
+        return total
+
+    def _attempt(
+        self, share: Share, run_micro_batch: Callable[[Any, float, Share], Tensor]
+    ) -> tuple[Tensor, str | None]:
+        """Run all micro-batches; return the sum of the losses, and the message of an out-of-memory error."""
+        total, reason = torch.zeros((), device=self._device), None
+        last = len(share.micro_batches) - 1
+        try:
+            for number, (batch, weight) in enumerate(zip(share.micro_batches, share.weights, strict=True)):
+                # FSDP can reduce only in a backward; all others after the vote.
+                reduces = self._is_sharded and number == last
+                with nullcontext() if reduces else self._no_sync():
+                    total = total + run_micro_batch(batch, weight, share).detach()
+        except OtherRankFailedError as error:
+            release_frames(error)
+            reason = str(error)
+        except torch.OutOfMemoryError as error:
+            if self._is_sharded and self._votes is not None:
+                message = (
+                    f"out of memory in micro-batches of {share.micro_batch_size} samples. With FSDP the step cannot be "
+                    "repeated, because other ranks wait in its collectives. Resume from the last checkpoint with a "
+                    f"smaller micro-batch size. torch says: {error}"
+                )
+                raise CannotRedoError(message, micro_batch_size=share.micro_batch_size) from error
+            reason = str(error)
+            release_frames(error)
+        return total, reason
+
+    def any_rank(self, *, failed: bool) -> bool:
+        """Return whether this or another rank has failed."""
+        if self._votes is None:
+            return failed
+        flag = torch.tensor(float(failed))
+        dist.all_reduce(flag, group=self._votes)
+        return bool(flag)
+
+    def check_other_ranks(self) -> None:
+        """Leave the micro-batch if another rank has failed; call it before a collective inside of a micro-batch.
+
+        Raises:
+            OtherRankFailedError: another rank ran out of memory.
+        """
+        if self.any_rank(failed=False):
+            message = "another rank ran out of memory"
+            raise OtherRankFailedError(message)
+
+
+class _Zeros(nn.Module):
+    """Stands in for the module inside of DDP for one call; it contains the module, whose buffers DDP collects."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, parameters: list[Tensor]) -> Tensor:
+        """Return 0, as a function of the parameters."""
+        return torch.stack([(parameter.reshape(-1)[:1] * 0).sum() for parameter in parameters]).sum()
+
+
+@contextmanager
+def _zeros_inside(model: DistributedDataParallel) -> Iterator[None]:
+    module, model.module = model.module, _Zeros(model.module)
+    try:
+        yield
+    finally:
+        model.module = module
+
+
+def begin_step(model: nn.Module) -> None:
+    """Run the collectives of DDP's first forward in a step, which are the broadcast of buffers and new buckets.
+
+    In a forward of the user, a rank that ran out of memory before it would leave the other ranks waiting.
+    """
+    if isinstance(model, DistributedDataParallel):
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        with model.no_sync(), _zeros_inside(model):
+            model(parameters[:1])
+
+
+def reduce_gradients(model: nn.Module) -> None:
+    """Reduce the accumulated gradients of a DDP model over ranks, once, by a backward of zeros through DDP.
+
+    DDP's buckets and communication hooks are used. Ranks without samples take part too.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if model.find_unused_parameters:
+        # Zeros for a parameter that no rank used would replace None, and the optimizer would move it.
+        parameters = [parameter for parameter in parameters if parameter.grad is not None] or parameters[:1]
+    with _zeros_inside(model):
+        model(parameters).backward()
