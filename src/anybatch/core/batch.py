@@ -67,7 +67,7 @@ class Placement:
         return batch.feed(self.units(len(batch.sample_ids), lengths), self.units)
 
     def choose_layout(self, batch: Any) -> tuple[Any, SampleLengths | None]:  # noqa: ANN401 (an `EffectiveBatch`)
-        """Return a batch and its lengths, padded or packed as `packed` says if the collate function can do both."""
+        """Return a batch and its lengths; if the collate function can pad and pack, in the layout of `packed`."""
         lengths = lengths_of(batch)
         if lengths is None or not lengths.has_both_layouts:
             return batch, lengths

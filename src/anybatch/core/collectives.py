@@ -26,10 +26,10 @@ from anybatch.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class GatherRound:
-    """The message that a rank sends in one round of a gather, and the one that it receives.
+    """The message that a rank sends in one round of a gather, and the message that it receives.
 
-    It sends its first `num_rows` rows, and receives as many rows, which it stores from `first_row` on. On rank r, row i
-    holds the data of rank r + i.
+    The rank sends its first `num_rows` rows, and receives as many rows, which it stores from `first_row` on. On rank r,
+    row i holds the data of rank r + i.
     """
 
     to_rank: int

@@ -19,10 +19,10 @@ PrecisionName = Literal["fp32", "bf16", "fp16"]
 class Verdict(Enum):
     """The verdict on two features together, from good to bad; the value is the mark in the printed table.
 
-    EXACT: the gradient equals that of the unsplit batch: to 1e-12 in float64, in bf16 and fp16 up to their rounding.
+    EXACT: the gradient equals the unsplit batch's: to 1e-12 in float64, in bf16 and fp16 up to their rounding.
     SAME_SPLIT: the gradient depends on the split into micro-batches, since random numbers do, but not on the number of
         ranks that run the micro-batches.
-    DIFFERS: the run works, but its gradient differs from that of the unsplit batch; `reason` explains why.
+    DIFFERS: the run works, but its gradient differs from the gradient of the unsplit batch; `reason` explains why.
     EXCLUSIVE: the two never occur together: they are values of one axis, or one implies the absence of the other.
     REFUSED: raises an error before the model is changed, or before the first update if only a backward can detect it.
     """
@@ -123,7 +123,7 @@ def _refused(reason: str, remedy: str) -> Cell:
 
 
 _EXACT = Cell(Verdict.EXACT)
-# Derived from Feature, so that a new strategy gets the refusals of the others until its own rows are added.
+# Derived from Feature, so that a new strategy gets the refusals of existing ones until it has entries in the table.
 _STRATEGIES = tuple(feature for feature in Feature if feature.axis == "strategy")
 _DISTRIBUTED = tuple(name for name in _STRATEGIES if name not in {Feature.SINGLE, Feature.DATA_PARALLEL})
 _NOT_DDP = tuple(name for name in _STRATEGIES if name is not Feature.DDP)
@@ -173,7 +173,7 @@ TABLE: Mapping[Combinations, Cell] = {
         "Use strategy='ddp', which has a process for each device, or start one process only.",
     ),
     _each(Feature.DATA_PARALLEL, (Feature.COMPILED, Feature.DROPOUT_PER_SAMPLE, *_REPLACING_NORMS)): _refused(
-        "a replica is a copy that runs parts of micro-batches; the other feature needs the model and whole ones",
+        "replicas are copies that run parts of micro-batches, but the other feature needs whole micro-batches",
         "Use strategy='all_reduce' (torchrun).",
     ),
     _each(Feature.FP16, Feature.CAST): _refused(
@@ -254,8 +254,8 @@ def cell(first: Feature, second: Feature) -> Cell:
 
 def pairs(features: Iterable[Feature]) -> list[tuple[Feature, Feature]]:
     """Return each feature paired with itself, then all pairs of different features, in table order."""
-    given = set(features)
-    ordered = [feature for feature in Feature if feature in given]
+    selected = set(features)
+    ordered = [feature for feature in Feature if feature in selected]
     return [(feature, feature) for feature in ordered] + list(itertools.combinations(ordered, 2))
 
 
@@ -292,7 +292,7 @@ def refusal(first: Feature, second: Feature, evidence: Mapping[Feature, str]) ->
 
 
 def remarks(present: Iterable[Feature]) -> tuple[str, ...]:
-    """Return a sentence for each reason why the gradient of a run differs from that of the unsplit batch."""
+    """Return a sentence for each reason why the gradient of a run may differ from the gradient of the unsplit batch."""
     return tuple(
         f"{first.label if first is second else f'{first.label} with {second.label}'}: {entry.reason}. {entry.remedy}"
         for first, second in stated_pairs(present)

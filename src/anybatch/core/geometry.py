@@ -114,13 +114,13 @@ def resolve_sizes(
     Raises:
         BatchSizeError: a size below 1, more accumulation steps than a rank has samples, or contradictory sizes.
     """
-    given = {
+    sizes = {
         "world_size": world_size,
         "effective_batch_size": effective_batch_size,
         "micro_batch_size": micro_batch_size,
         "accumulation_steps": accumulation_steps,
     }
-    for name, value in given.items():
+    for name, value in sizes.items():
         if value is not None:
             checked_int(name, value, error=BatchSizeError, hint="Leave it out if the other sizes decide it.")
     if effective_batch_size is None:

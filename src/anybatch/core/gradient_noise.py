@@ -1,8 +1,8 @@
 """The noise of an effective batch's gradient, from the norms of its micro-batches' gradients.
 
 Let g be the gradient of an effective batch: the sum of parts g_k, one per micro-batch, each divided by the number of
-items in the whole batch. Let p_k be the fraction of them in micro-batch k (p_1 + p_2 + ... = 1). If samples are drawn
-independently, each part has the mean p_k G, where G is the gradient over all data, so
+items in the whole batch. Let p_k be the fraction of these items in micro-batch k (p_1 + p_2 + ... = 1). If samples are
+drawn independently, each part has the mean p_k G, where G is the gradient over all data, so
 
     |G|^2       is estimated by  (|g|^2 - sum |g_k|^2) / (1 - sum p_k^2)
     variance(g) is estimated by  sum |g_k|^2 - |G|^2 sum p_k^2
@@ -16,7 +16,7 @@ equally large. Numerator and denominator are averaged over steps before the divi
 noisy, and the mean of such ratios is not the ratio of the means.
 
 Limits. The noise scale is only an estimate of the critical batch size: it assumes a loss of equal curvature in all
-directions (the paper's B_simple), and Merrill et al. 2025, arXiv 2505.23971, find it an unreliable stand-in. Samples
+directions (the paper's B_simple), and Merrill et al. 2025, arXiv 2505.23971, find it an unreliable estimate. Samples
 that are drawn without replacement from a set of M are not independent: the estimate of |G|^2 is then for the
 distribution from which the set was drawn; for the set itself, add (variance of a sample) / M. A mean over a varying
 count (tokens) has the mean G only if length and gradient are independent.
@@ -93,10 +93,10 @@ def with_step(
     samples in different micro-batches, `N^2 (1 - sum p_k^2)`, so that a small last batch gets little weight. `decay` is
     the factor by which each later step reduces the weight of a step.
     """
-    one, (a, v) = torch.as_tensor(weight).to(moments), (parts.squared_norm, num_samples * parts.variance)
+    w, (a, v) = torch.as_tensor(weight).to(moments), (parts.squared_norm, num_samples * parts.variance)
     first = torch.stack([torch.ones_like(a), a, v], dim=1)
     second = torch.stack([torch.ones_like(a), a, v, a * a, a * v, v * v], dim=1)
-    added = torch.cat([one * first, one * one * second], dim=1)
+    added = torch.cat([w * first, w * w * second], dim=1)
     faded = torch.cat([decay * moments[:, :3], decay * decay * moments[:, 3:]], dim=1) + added
     return torch.where(added.isfinite().all(), faded, moments)
 
@@ -191,7 +191,7 @@ class NoiseEstimate:
 
     @property
     def variance(self) -> float:
-        """The variance of the gradient of one sample, n times that of the mean over n samples."""
+        """The variance of the gradient of one sample: n times the variance of the mean over n samples."""
         return float(self.moments[0, 2] / self.moments[0, 0])
 
     def __str__(self) -> str:

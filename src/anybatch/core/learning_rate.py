@@ -1,8 +1,7 @@
 """Scale learning rates with the batch size.
 
 Changing the effective batch size changes the noise of every update, so a learning rate tuned at one size is wrong at
-another. A *scaling rule* converts the rate once, before training; a schedule then multiplies it by a factor in each
-step.
+another. A *scaling rule* converts the rate once, before training; a schedule then multiplies it by a factor per step.
 The range of each rule was measured on small networks: `benchmarks/learning_rate_rules.py`, docs/learning_rates.md.
 """
 
@@ -19,7 +18,7 @@ from anybatch.core.schedules import check_not_negative
 from anybatch.errors import BatchSizeError, ParameterError, UserError
 
 Memory = Literal["samples", "steps"]
-"""The unit in which the length of running averages of gradients (momentum, betas) is kept when the batch grows."""
+"""The unit in which running averages of gradients (momentum, betas) keep their length when the batch size changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 A loss takes one pass if its count (the number of items it averages over) is known before the forward. A loss that
 returns its count takes one pass too, and gradients are divided at the end. A loss over the outputs of the whole
-effective batch takes two. (A dependence inside the network, as in BatchNorm, is not part of the loss.)
+effective batch takes two passes. (A dependence inside the network, as in BatchNorm, is not part of the loss.)
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ ONE_NUMBER = (
 class Items:
     """The items over which a term is a mean, and whether a tensor of losses may have fewer or more values than items.
 
-    There are fewer or more if the count is a sum of weights, and more if masked targets are present with a loss of 0.
+    It may have fewer or more if the count is a sum of weights, and more if it includes masked targets with a loss of 0.
     """
 
     name: str
@@ -74,7 +74,8 @@ class LossKind:
         named: whether the loss function returns a dict of its terms.
         returns_count: whether the loss function also returns its count, as a `LossSum` or as one loss per item; then
             gradients are divided after the last micro-batch.
-        encode: the function of a micro-batch whose outputs the loss needs from the whole effective batch (two passes).
+        encode: the function of `ab.joint` that computes a micro-batch's outputs; the loss needs the outputs of the
+            whole effective batch, which takes two passes.
     """
 
     terms: Mapping[str, Term]

@@ -32,7 +32,8 @@ class StartRecord:
     Attributes:
         rank: the reporting rank.
         world_size: number of ranks.
-        first_step: number of the next step, 0 unless resumed; earlier records of this and later steps are invalid.
+        first_step: number of the next step, 0 unless resumed. If a log has earlier records of this or later steps,
+            ignore them: the run repeats these steps.
         geometry: how an effective batch is split, in one line.
         effective_batch_size: samples per step over all ranks; None: the size of each batch.
         micro_batch_size: maximum samples of one forward and backward; None for no limit.
@@ -43,8 +44,8 @@ class StartRecord:
         seed: seed of the run; None if the engine has no seed.
         num_parameters: number of trainable scalars in the model.
         gradient_bytes: bytes of one copy of all gradients.
-        versions: software name to version.
-        decisions: name of each automatic choice of the engine to the choice and its reason.
+        versions: versions of the software, by name.
+        decisions: automatic choices of the engine, each with its reason, by name.
     """
 
     kind: ClassVar[str] = "start"
@@ -79,8 +80,8 @@ class MicroBatchRecord:
         num_samples: samples of the micro-batch.
         first_sample_id: global id of its first sample; None if the batch has no ids.
         weight: 1, or 0 for a filler that only keeps ranks in lockstep.
-        counts: loss term to its number of items in the micro-batch; empty until known.
-        loss_sums: loss term to its sum over these items; empty in a "begin" record.
+        counts: number of items in the micro-batch, by loss term; empty until known.
+        loss_sums: sum over these items, by loss term; empty in a "begin" record.
     """
 
     kind: ClassVar[str] = "micro_batch"
@@ -99,7 +100,7 @@ class MicroBatchRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionRecord:
-    """A collective of the default group starts, or has finished. The record may come from the thread of a hook.
+    """A collective of the default process group starts, or has finished. The record may come from a hook's thread.
 
     Attributes:
         rank: the rank that takes part.
@@ -155,8 +156,8 @@ class StepRecord:
         num_samples: samples of the effective batch, over all ranks.
         num_micro_batches: micro-batches of this rank in this step.
         loss: weighted sum of the terms' means, whose gradient the step used.
-        losses: loss term to its mean over the effective batch.
-        counts: loss term to the number of its items in the effective batch.
+        losses: mean over the effective batch, by loss term.
+        counts: number of items in the effective batch, by loss term.
         gradient_norm: norm of the gradient before clipping; None if not computed.
         clipped: whether clipping made the gradient smaller; None if clipping is off.
         learning_rates: rate of each parameter group in this step.
@@ -218,7 +219,7 @@ class MemoryRecord:
         reserved_bytes: bytes reserved by the caching allocator; None on a device without one.
         peak_bytes: peak of live tensors in this step; on a CPU, peak of the process since its start.
         limit_bytes: memory of the device, or the run's limit; None for no limit.
-        category_bytes: category (weights, buffers, gradients, optimizer) to the bytes of its tensors between steps.
+        category_bytes: bytes of tensors between steps, by category (weights, buffers, gradients, optimizer).
     """
 
     kind: ClassVar[str] = "memory"
@@ -261,7 +262,7 @@ class EvaluateRecord:
         rank: the reporting rank.
         step: number of steps before the evaluation.
         num_samples: evaluated samples, over all ranks.
-        metrics: metric name to its value over these samples.
+        metrics: value of each metric over these samples, by name.
     """
 
     kind: ClassVar[str] = "evaluate"

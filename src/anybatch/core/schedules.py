@@ -52,7 +52,7 @@ class BatchRamp:
 
     Raises:
         BatchSizeError: no stage, a size that is not a whole number of at least 1, a stage that is shorter than one of
-            its steps, no None as the length of the last stage, or None as the length of another.
+            its steps, no None as the length of the last stage, or None as the length of another stage.
     """
 
     stages: tuple[Stage, ...]
@@ -134,7 +134,7 @@ class BatchRamp:
         done = steps = end = 0
         for size, length in self.stages:
             end = num_samples if length is None else min(num_samples, end + length)
-            # The last step of the previous stage may reach into this one.
+            # The last step of the previous stage may reach into this stage.
             stage_steps = ceil_div(max(0, end - done), size)
             steps, done = steps + stage_steps, done + stage_steps * size
         return steps
@@ -241,7 +241,7 @@ def steps_of_samples(num_samples: int, *, effective_batch_size: int | BatchRamp)
     """Return the number of optimizer steps for `num_samples` samples, over all ranks, rounded up.
 
     A warm-up in samples: `WarmUp(num_steps=steps_of_samples(50_000, effective_batch_size=256), start_factor=0.1)`. With
-    a larger batch, keep the warm-up's length in samples: they are the unit of time in the SDE of Malladi et al. 2022.
+    a larger batch, keep the warm-up's length in samples, the unit of time in the SDE of Malladi et al. 2022.
 
     Args:
         num_samples: number of samples, counted from the beginning of a run.

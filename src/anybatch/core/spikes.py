@@ -31,7 +31,7 @@ _NUM_FIRST = 3
 _JUMP = 8.0
 """Minimum deviation of a single value that is a spike, in deviations."""
 _NORM_WEIGHT = 0.5
-"""Weight of a deviation of a gradient norm, whose distribution has heavier tails than that of the loss."""
+"""Weight of a deviation of a gradient norm, because gradient norms have outliers more often than losses."""
 _FLOOR = 0.05
 """Lower bound of the standard deviation of the logarithms; smaller scatter is ignored."""
 _CHANCE_GROWTH, _CHANCE_START = 0.6, 130
@@ -145,7 +145,7 @@ class SpikeDetector:
 
 
 class FirstSpikes:
-    """Finds spikes as a `SpikeDetector` does, but of several less than half a window apart only the first."""
+    """Finds spikes like `SpikeDetector`, but returns only the first of several spikes less than half a window apart."""
 
     def __init__(self, rule: SpikeRule) -> None:
         self._detector, self._min_distance, self._last_step = SpikeDetector(rule), rule.window / 2, -math.inf

@@ -1,7 +1,7 @@
 """Split an effective batch into numbered micro-batches (*units*), and assign (*deal*) them to ranks.
 
 A unit is a range of positions in the effective batch's global order; a *rank share* is the list of units of one rank.
-No sample is dropped or duplicated: the units of a plan with weight 1 are a partition of the batch.
+No sample is dropped or duplicated: the units with weight 1 partition the batch.
 """
 
 import functools

@@ -112,8 +112,8 @@ class Blocks:
 def repeated_blocks(modules: nn.Module) -> tuple[Blocks, ...]:
     """Return the outermost repeated blocks: at least two modules of one class in one container, each with children.
 
-    Examples are the layers of a transformer and the stages of a residual network. Repeated blocks inside a block are
-    not returned, nor blocks without parameters.
+    Examples are the layers of a transformer and the stages of a residual network. Repeated blocks inside a block, and
+    blocks without parameters, are not returned.
     """
     found: list[Blocks] = []
     block_paths: list[str] = []

@@ -1,12 +1,12 @@
 """Split an effective batch into micro-batches by sample length, for the fastest step under a limit on tokens.
 
 The gradient does not depend on the split into micro-batches, so the fastest split may be used. A padded
-micro-batch of n samples, the longest of L tokens, occupies `n L` tokens. Its cost, with one token's time as unit, is
+micro-batch of n samples, the longest of L tokens, occupies `n L` tokens. Its cost, in units of one token's time, is
 
     fixed + n h(L)        with h(L) = L, or a user function that does not fall with L
 
-For any limit on `n L`, one of the cheapest splits has the samples in order of length. Proof: exchange samples between
-two micro-batches until the one with the longest sample has all the longest ones. Sizes stay, and no maximum rises.
+For any limit on `n L`, one of the cheapest splits has the samples in order of length. Proof: of any two micro-batches,
+exchange samples until one has all the longest samples. The sizes do not change, and no maximum rises.
 
 In sorted order, the cheapest split is a shortest path, which is found exactly. Inside a run of equal lengths, only full
 micro-batches need to be considered: one that is not full takes the next sample at no extra cost. So the search
@@ -70,7 +70,7 @@ class SampleLengths:
 class TokenBudget:
     """Maximum tokens of one micro-batch, and the cost of tokens; made by `token_budget`.
 
-    `current_tokens` is the limit in use: lower than `tokens` after an out-of-memory error, or if a lower one is faster.
+    `current_tokens` is the limit in use: below `tokens` after an out-of-memory error, or if a lower limit is faster.
     """
 
     tokens: int

@@ -1,8 +1,8 @@
 """Private interfaces of torch that training or several folders use.
 
-Each name was verified on the versions in `SEEN`; `make matrix` verifies it again. If a name is missing, a function uses
-public names instead if that is safe, or raises `UnsupportedTorchError`; no gradient is ever wrong. Other folders have a
-separate `torch_internals.py`.
+The docstring of a function gives the private name that it uses. Each name was verified on the versions in `SEEN`; `make
+matrix` verifies it again. If a name is missing, the function uses public names if that is safe, or raises
+`UnsupportedTorchError`; no gradient is ever wrong. Other folders have a separate `torch_internals.py`.
 
 The argument `of` of a function is the object in which it looks up the private name; tests pass one that lacks the name.
 """
@@ -139,7 +139,7 @@ def _is_copy_target(source: Tensor, target: Tensor) -> bool:
 
 
 class BufferKeeper:
-    """A snapshot of the values of all buffers, which every step replaces in the same memory.
+    """A snapshot of the values of all buffers; each new snapshot overwrites the previous one in the same memory.
 
     It costs nothing for a model without buffers. Modules that are added later are ignored. Uses `Module._buffers`
     without a fallback: buffers are restored by writing to these dicts, and `named_buffers` takes as long as a forward.
@@ -185,7 +185,7 @@ def kept_buffers(modules: nn.Module) -> BufferKeeper:
 def outside_modes(of: Any = dispatch) -> AbstractContextManager[object]:  # noqa: ANN401 (torch)
     """Return a context in which all dispatch modes are off, such as a memory budget or a mode of the user.
 
-    Uses `torch.utils._python_dispatch._disable_current_modes`. Otherwise a plan's tensors would be counted too.
+    Uses `torch.utils._python_dispatch._disable_current_modes`. The modes must not count the tensors of a plan.
     """
     with needed_for("Planning a micro-batch size within a run"):
         context: AbstractContextManager[object] = of._disable_current_modes()
@@ -275,13 +275,13 @@ def is_compiled(module: nn.Module) -> bool:
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return the original module of `torch.compile(module)`, or the module itself: `OptimizedModule._orig_mod`."""
     try:
-        found: nn.Module = vars(module)["_modules"]["_orig_mod"]
+        original: nn.Module = vars(module)["_modules"]["_orig_mod"]
     except KeyError as missing:
         if type(module).__module__.startswith("torch._dynamo"):
             purpose = "Finding the original module of torch.compile(model)"
             raise lacking(purpose, missing) from missing
         return module
-    return found
+    return original
 
 
 class TrainableParts:
@@ -297,13 +297,13 @@ class TrainableParts:
         # Most dicts are empty, since most modules lack submodules or parameters; these are cheaper to check.
         self._empty_tables = [table for table in tables if not table]
         self._parts: list[object] = list(itertools.chain.from_iterable(map(_VALUES, self._tables)))
-        self._parameters = [one for one in self._parts if isinstance(one, Tensor)]
+        self._parameters = [part for part in self._parts if isinstance(part, Tensor)]
         self._trainable = list(map(_TRAINABLE, self._parameters))
 
     @property
     def ids(self) -> list[int]:
         """The `id` of every trainable parameter; a parameter that several modules share is listed several times."""
-        return [id(one) for one, trains in zip(self._parameters, self._trainable, strict=True) if trains]
+        return [id(weight) for weight, trains in zip(self._parameters, self._trainable, strict=True) if trains]
 
     @property
     def are_unchanged(self) -> bool:
@@ -322,7 +322,7 @@ def tensor_hooks(parameters: Sequence[Tensor]) -> list[tuple[int, Callable[[Tens
 
     `Tensor._backward_hooks`; torch has no public name for them.
     """
-    try:  # not `needed_for`, since this runs in every step, and `needed_for` takes longer than the rest
+    try:  # not `needed_for`: this runs in every step, and `needed_for` takes longer than the other lines
         tables = list(map(attrgetter("_backward_hooks"), parameters))
     except AttributeError as missing:
         purpose = "Running hooks on parameters once per effective batch"
@@ -375,20 +375,20 @@ def arguments_of(operation: Any) -> tuple[list[str], dict[str, Any]]:  # noqa: A
     """Return the names and defaults of an operation's arguments: `OpOverload._schema`; empty for higher-order ones."""
     schema = getattr(operation, "_schema", None)
     arguments = [] if schema is None else schema.arguments
-    return [one.name for one in arguments], {o.name: o.default_value for o in arguments if o.has_default_value()}
+    return [a.name for a in arguments], {a.name: a.default_value for a in arguments if a.has_default_value()}
 
 
 def gradients(value: Tensor, leaves: Sequence[Tensor], of: Any = torch.autograd.Variable) -> Sequence[Tensor | None]:  # noqa: ANN401 (torch)
     """Return `torch.autograd.grad(value, leaves, allow_unused=True)`, with function modes active in the backward.
 
-    `Variable._execution_engine`. `torch.autograd.grad` disables the active `TorchFunctionMode`, so a checkpointed block
-    would be recomputed without the mode. If the name is missing, this happens.
+    Uses `Variable._execution_engine`; if missing, `torch.autograd.grad`, which disables the active `TorchFunctionMode`,
+    so that a checkpointed block is recomputed without the mode.
     """
     engine = getattr(of, "_execution_engine", None)
     if engine is None:
         return torch.autograd.grad(value, leaves, allow_unused=True)
     keep_graph = create_graph = False
-    found: Sequence[Tensor | None] = engine.run_backward(
+    results: Sequence[Tensor | None] = engine.run_backward(
         (value,),
         (torch.ones_like(value),),
         keep_graph,
@@ -397,7 +397,7 @@ def gradients(value: Tensor, leaves: Sequence[Tensor], of: Any = torch.autograd.
         allow_unreachable=True,
         accumulate_grad=False,
     )
-    return found
+    return results
 
 
 def widened(modules: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, Callable[[Any], Any]]:
@@ -412,7 +412,7 @@ def widened(modules: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, Callable
         originals = [module for module in modules.modules() if uncompiled(module) is module]
         copies.known.update({id(module): object.__new__(type(module)) for module in originals})
         for module in originals:
-            state = {key: copies.of(one) if isinstance(one, MethodType) else one for key, one in vars(module).items()}
+            state = {key: copies.of(v) if isinstance(v, MethodType) else v for key, v in vars(module).items()}
             for name in ("_parameters", "_buffers", "_modules"):
                 state[name] = {key: copies.of(part) for key, part in state[name].items()}
             vars(copies.known[id(module)]).update(state, _compiled_call_impl=None)
@@ -467,8 +467,8 @@ def chained_schedulers(scheduler: object) -> Sequence[object]:
 def packing_function(of: Any = torch) -> Callable[..., object]:  # noqa: ANN401 (torch)
     """Return the function that modes intercept in `nn.utils.rnn.pack_padded_sequence`: `_pack_padded_sequence`."""
     with needed_for("rng='per_sample'"):
-        found: Callable[..., object] = of._pack_padded_sequence
-    return found
+        function: Callable[..., object] = of._pack_padded_sequence
+    return function
 
 
 def refused_in_backward(error: BaseException) -> CompositionError | None:

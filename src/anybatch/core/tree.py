@@ -274,13 +274,13 @@ def _joined(path: str, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 (a tensor,
     raise DataError(message)
 
 
-def _are_equal(one: Any, other: Any) -> bool:  # noqa: ANN401 (any leaf of a batch)
-    if one is other:
+def _are_equal(first: Any, other: Any) -> bool:  # noqa: ANN401 (any leaf of a batch)
+    if first is other:
         return True
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
+    if isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(first, other)
     try:
-        return type(one) is type(other) and bool(one == other)
+        return type(first) is type(other) and bool(first == other)
     except (TypeError, ValueError):  # arrays compare element by element
         return False
 

@@ -61,14 +61,14 @@ def duration(seconds: float | None) -> str:
         return "-"
     if seconds < 9.95:  # noqa: PLR2004 (from here on it would be shown as 10.0)
         return f"{max(0.0, seconds):.1f} s"
-    whole = round(seconds)
-    if whole < _MINUTE:
-        return f"{whole} s"
-    if whole < _HOUR:
-        return f"{whole // _MINUTE} min {whole % _MINUTE:02d} s"
-    if whole < _DAY:
-        return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE:02d} min"
-    return f"{whole // _DAY} d {whole % _DAY // _HOUR:02d} h"
+    total = round(seconds)
+    if total < _MINUTE:
+        return f"{total} s"
+    if total < _HOUR:
+        return f"{total // _MINUTE} min {total % _MINUTE:02d} s"
+    if total < _DAY:
+        return f"{total // _HOUR} h {total % _HOUR // _MINUTE:02d} min"
+    return f"{total // _DAY} d {total % _DAY // _HOUR:02d} h"
 
 
 def shortened(name: str, width: int) -> str:
