@@ -71,7 +71,7 @@ def alternate(engine: ab.Engine, sizes: Sequence[int], epochs: Sequence[int], st
 @sees(
     "data sets of a checkpoint are not distinguished",
     "src/anybatch/engine/data_progress.py",
-    "if one.key in (None, key)]",
+    "if item.key in (None, key)]",
     "]",
 )
 @pytest.mark.parametrize("sizes", [(24, 12), (24, 24)])

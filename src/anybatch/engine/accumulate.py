@@ -49,8 +49,7 @@ class Sums:
         for factors, values in self.contributions:
             value = iter(values)
             for column, factor in zip(columns, factors, strict=True):
-                # A mean with a count of 0 in a micro-batch has no value.
-                if factor.has_value:
+                if factor.has_value:  # false for a mean over no items
                     column.append(next(value))
         return columns
 
@@ -87,8 +86,8 @@ class Randomness:
 
     def __init__(self, device: torch.device) -> None:
         self.generators = [torch.default_generator]
-        if device.type != "cpu" and (found := getattr(torch.get_device_module(device), "default_generators", None)):
-            self.generators.append(found[device.index or 0])
+        if device.type != "cpu" and (by_index := getattr(torch.get_device_module(device), "default_generators", None)):
+            self.generators.append(by_index[device.index or 0])
 
     def __enter__(self) -> Self:
         """Begin an effective batch."""

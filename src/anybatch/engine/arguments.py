@@ -247,7 +247,7 @@ def _must_search(sizes: RunSizes, hardware: Hardware) -> bool:
 def features_of(
     spec: TrainSpec, modules: nn.Module, loss: Loss, *, sizes: Sizes, deal: Deal, policy: Policy
 ) -> dict[Feature, str]:
-    """Return the features of a run that the table of combinations (`core/compatibility.py`) has.
+    """Return the features of a run, for the table of combinations in `core/compatibility.py`.
 
     Features that appear only in a forward are missing: activation checkpointing, functions such as `F.dropout`.
     """

@@ -53,9 +53,9 @@ def accumulate_together(
 ) -> Sums:
     """Add up the gradient of one effective batch whose BatchNorm layers use the statistics of the whole batch.
 
-    It equals that of one forward and backward over all samples of all ranks. Each micro-batch runs its forward up to a
-    BatchNorm layer and waits there. When all micro-batches have reached the layer, their statistics are merged, also
-    over ranks, and all continue. Merging is differentiable, so all forwards form one graph with one backward.
+    It equals the gradient of one forward and backward over all samples of all ranks. Each micro-batch runs its forward
+    up to a BatchNorm layer and waits there. When all micro-batches have reached the layer, their statistics are merged,
+    also over ranks, and all continue. Merging is differentiable, so all forwards form one graph with one backward.
     """
     micro_batches = list(micro_batches)
     # Drop fillers (weight 0, only to keep ranks in lockstep), but keep one if there is no other: all ranks take part.
@@ -64,7 +64,7 @@ def accumulate_together(
     store = None
     if device.type != "cpu" if offload is None else offload:
         store = HostStore(context.prepared.parameters.values())
-    # One for each forward, since forwards are interleaved; joined later in the order of the micro-batches.
+    # One `Sums` for each forward, since forwards are interleaved; joined later in the order of the micro-batches.
     sums = [Sums() for _ in micro_batches]
     merging = _Merging(statistics, ranks, device)
     # torch has this state per thread, and each forward runs in a separate thread.
@@ -72,7 +72,7 @@ def accumulate_together(
 
     before, after = context.callbacks()
 
-    def forward_of_one(number: int) -> Callable[[Exchange], Terms]:
+    def make_forward(number: int) -> Callable[[Exchange], Terms]:
         micro_batch, batch = micro_batches[number]
 
         def run(exchange: Exchange) -> Terms:
@@ -98,7 +98,7 @@ def accumulate_together(
     with context.strategy.micro_batch(Turn(first=True, last=False)):
         with statistics.forward(counts=any(micro_batch.unit.weight for micro_batch, _ in micro_batches)):
             threads = CooperativeThreads(merging, context.randomness.suspended)
-            results = threads.run([forward_of_one(number) for number in range(len(micro_batches))])
+            results = threads.run([make_forward(number) for number in range(len(micro_batches))])
         terms = [term for terms in results for term in terms]
         # One backward for all, since merged statistics join the forwards into one graph.
         total = torch.stack([*terms, *merging.last_token(like=terms)]).sum()
@@ -176,7 +176,7 @@ class _ThreadState:
 
 
 Execute = Callable[[LoopContext, Iterable[tuple[MicroBatch, Batch]]], Sums]
-"""Function (context, micro-batches) -> each one's contribution to the loss; it also adds up their gradients."""
+"""Function (context, micro-batches) -> their loss values; it also adds up their gradients."""
 
 
 class BatchNormRunner:
@@ -207,11 +207,11 @@ class BatchNormRunner:
         self._statistics = RunningStatistics({} if frozen else tracking_layers(modules), device)
         self.is_idle = not self._batch_norms
         # Layers that are not intercepted store statistics in their buffers, and these are read.
-        overridden = bool(self._batch_norms) and (
+        is_intercepted = bool(self._batch_norms) and (
             constraints.group is not None or constraints.lockstep or constraints.every_unit
         )
-        self._interceptor = Interceptor(self._batch_norms.values() if overridden else ())
-        self._reading = [] if overridden else self._statistics.layers
+        self._interceptor = Interceptor(self._batch_norms.values() if is_intercepted else ())
+        self._reading = [] if is_intercepted else self._statistics.layers
         self._hooks = [
             layer.register_forward_hook(BufferReader(self._statistics, number))
             for number, layer in enumerate(self._reading)
@@ -242,14 +242,14 @@ class BatchNormRunner:
                     ranks=self._ranks,
                     offload=self._policy.offload,
                 )
-        # In the backward too, because a block that is recomputed there must be normalised in the same way.
+        # Normalise in the backward too: a checkpointed block that is recomputed there must give the same result.
         with self._prepared(), self._interceptor.in_all_threads(self._normalisation()):
             return accumulate(context, micro_batches)
 
     def accumulate_alone(self, context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, Batch]]) -> Sums:
         """Add up the gradient of some micro-batches without waiting for other ranks; see `accumulate`."""
         if self.is_idle or self._constraints.lockstep or self._constraints.every_unit:
-            # With plain layers: layers that wait for other ranks or micro-batches would hang in a trial.
+            # Let the layers normalise: code that waits for other ranks or micro-batches would hang in a trial.
             return accumulate(dataclasses.replace(context, forward=lambda _: self._autocast()), micro_batches)
         return self.accumulate(context, micro_batches)
 

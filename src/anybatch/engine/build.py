@@ -96,7 +96,7 @@ def _build(arguments: CheckedArguments, observer: Observer | None) -> Parts:
     spec, modules, world, strategy = arguments.spec, arguments.modules, arguments.world, arguments.strategy
     notifier = Notifier(observer, world.rank, arguments.loss, spec.clip)
     if not strategy.capabilities.moves_modules:
-        # Before the strategy, which allocates its gradient buckets on the device of the parameters.
+        # Move them before `prepare`, which allocates gradient buckets on the device of the parameters.
         move_modules(modules, world.device)
     # From here on the model may have changed: hooks, buckets, and with some strategies its parameters.
     prepared = strategy.prepare(modules, spec.model, world, notifier.reduction)
@@ -112,7 +112,7 @@ def _build(arguments: CheckedArguments, observer: Observer | None) -> Parts:
 
 
 class _Builder:
-    """Creates the parts that need the parameters of the strategy, in the order of their dependencies."""
+    """Creates the parts that need the prepared parameters, in the order of their dependencies."""
 
     def __init__(self, arguments: CheckedArguments, prepared: Prepared, notifier: Notifier) -> None:
         spec, modules, world, strategy = arguments.spec, arguments.modules, arguments.world, arguments.strategy
@@ -121,7 +121,7 @@ class _Builder:
         self.decisions: dict[str, str] = {}
         self.guard = StepGuard(spec.model, modules, prepared, notifier, world, replaces_parameters=replaces)
         self.prepared = dataclasses.replace(prepared, call=self.guard.call)
-        # After the strategy, whose parameters an optimizer function receives.
+        # Create the optimizer after `prepare`, since an optimizer function receives the prepared parameters.
         self.target = target = make_target(spec.optimizer, prepared.parameters, spec.bf16_weights, spec.seed or 0)
         check_whole_updates(target.optimizer, target.updated)
         prepare_for_training(target.optimizer)

@@ -38,7 +38,7 @@ def loaded_on_all_ranks(path: Path, world: World) -> Iterator[LoadedCheckpoint]:
     names = world.run_on_all_ranks(find)
     _check_same_checkpoint([names_on_rank[-1:] for names_on_rank in names], path)
     # Some ranks may see older checkpoints that other ranks do not see.
-    common = tuple(one for one in checkpoints if all(one.name in names_on_rank for names_on_rank in names))
+    common = tuple(item for item in checkpoints if all(item.name in names_on_rank for names_on_rank in names))
     newest = newest_intact(path, common, partial(_verify_on_all_ranks, world=world))
     with ExitStack() as stack:
         state: dict[str, Any] = {}
@@ -134,7 +134,7 @@ class CheckpointSaver:
     def failure(self) -> str:
         """Error of the background save on this rank so far; empty without one.
 
-        It is raised only in calls that all ranks make together: if one rank raised it in a step, others would wait.
+        Only calls that all ranks make together raise it: an error on one rank during a step would hang other ranks.
         """
         return "" if self.writing is None else str(self.writing.error or "")
 
@@ -161,7 +161,7 @@ class _BackgroundWrite:
         self._saving = saving
         self._saved: SavedCheckpoint | None = None
         self.error: Exception | None = None
-        # A daemon does not block a process that exits without closing its engine; its partial file is never read.
+        # A daemon thread does not block a process that exits without closing its engine. `load` ignores partial files.
         self._thread = threading.Thread(target=self._run, name="anybatch checkpoint", daemon=True)
         self._thread.start()
 

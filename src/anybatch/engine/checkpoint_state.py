@@ -60,7 +60,7 @@ def collect_state(
     target, scaler = parts.target, parts.scaler
     gather = partial(_local_part, layout=parts.layout) if in_parts else parts.layout.gather
     model = _model_state(parts.modules, only_trainable=only_trainable)
-    # Buffers (such as running statistics) and objects of `save_also` may differ: save only the first process's.
+    # Buffers (such as running statistics) and objects of `save_also` may differ: only the first process saves them.
     is_kept = world.is_first or not in_parts
     if not is_kept:
         model = _without_buffers(model, parts.modules)

@@ -12,6 +12,7 @@ from anybatch.data.effective_batch import DatasetBatch, Iteration
 from anybatch.errors import DataError
 
 Remark = tuple[str, str]
+"""The code and the text of a warning."""
 Key = tuple[int | None, int] | tuple[()] | None
 """Number of samples (None for a stream) and seed of a data set; () for batches of another loader; None if unknown."""
 _OTHER_LOADER: Final = "batches that are not from ab.batches"
@@ -36,7 +37,7 @@ class DataProgress:
     has_begun: bool = False
 
     def begin(self, batch: Any) -> Remark | None:  # noqa: ANN401 (any nested batch)
-        """Continue a batch's iteration at the position; return a warning if that is impossible or the data differ."""
+        """Move a batch's iteration to the position; return a warning if that is impossible or the data differ."""
         if not isinstance(batch, DatasetBatch):
             return None
         if self.is_resumed and self.order is not None:
@@ -106,10 +107,11 @@ class RunProgress:
         iteration = batch.iteration if isinstance(batch, DatasetBatch) else _OTHER_LOADER
         progress = self._newest
         if progress.iteration is not iteration:
-            progress = next((one for one in self._all if one.iteration is iteration), None) or self._match(iteration)
+            known = (other for other in self._all if other.iteration is iteration)
+            progress = next(known, None) or self._match(iteration)
             if progress.iteration is not iteration:
                 progress.iteration, progress.has_begun = iteration, False
-        # Once for each iteration, because it cannot be moved later.
+        # Only once for each iteration, because an iteration that has started cannot be moved.
         if progress.is_resumed or not progress.has_begun:
             remark = progress.begin(batch)
             progress.has_begun = True
@@ -127,7 +129,7 @@ class RunProgress:
         """Return plain values and tensors, with the newest position as older versions stored it."""
         return {
             "position": _stored(self.position),
-            "data_sets": [one.state_dict() for one in self._all],
+            "data_sets": [progress.state_dict() for progress in self._all],
             "newest_data_set": self._all.index(self._newest),
         }
 
@@ -137,24 +139,24 @@ class RunProgress:
             self.set(Position(**state["position"]))
             return
         self._all = [
-            DataProgress(one["key"], Position(**one["position"]), one["digest"], one["order"])
-            for one in read_stored(state["data_sets"])
+            DataProgress(saved["key"], Position(**saved["position"]), saved["digest"], saved["order"])
+            for saved in read_stored(state["data_sets"])
         ]
         self._newest = self._all[state["newest_data_set"]]
 
     def _match(self, iteration: Iteration | str) -> DataProgress:
         """Return the progress in the data set of a new iteration; if it is a new data set, at its beginning."""
         key: Key = () if isinstance(iteration, str) else iteration.key
-        same = [one for one in self._all if one.key == key and _has_same_data(iteration, one.iteration)]
+        same = [item for item in self._all if item.key == key and _has_same_data(iteration, item.iteration)]
         if same:
             return same[0]
-        loaded = [one for one in self._all if one.iteration is None]
-        fitting = [one for one in loaded if one.key in (None, key)]
+        loaded = [item for item in self._all if item.iteration is None]
+        fitting = [item for item in loaded if item.key in (None, key)]
         if not fitting and key:
-            # No data set of this size and seed: take one that was left within an epoch, or the only one.
-            fitting = [one for one in loaded if one.key and (one.position.sample_offset or len(self._all) == 1)]
-        if len({one.position for one in fitting}) > 1:
-            positions = " and ".join(f"{one.position} of {_named(one.key)}" for one in fitting)
+            # No data set has this size and seed: take a data set whose epoch is unfinished, or the only data set.
+            fitting = [item for item in loaded if item.key and (item.position.sample_offset or len(self._all) == 1)]
+        if len({item.position for item in fitting}) > 1:
+            positions = " and ".join(f"{item.position} of {_named(item.key)}" for item in fitting)
             message = (
                 f"the checkpoint has several data sets that may be this one ({_named(key)}): {positions}. Give data "
                 "sets of the same size different seeds; to resume this run, use ab.batches(start=...) for each."

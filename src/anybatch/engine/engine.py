@@ -43,8 +43,9 @@ from anybatch.parallel.world import World
 class Engine:
     """Trains a model with a given effective batch size, with the exact gradient, on any hardware.
 
-    One `step` is one optimizer update from one effective batch. The batch is split into micro-batches that fit, and the
-    ranks share them; gradients are summed, divided by the number of items (samples or tokens), and clipped once.
+    One `step` is one optimizer update from one effective batch. The engine splits the batch into micro-batches that fit
+    in memory, and divides them among the ranks. The gradient is the sum over all micro-batches, divided by the number
+    of items (samples or tokens); it is clipped once.
 
     ```python
     engine = ab.Engine(model, optimizer, ab.mean_over_samples(loss), micro_batch_size=16)
@@ -64,25 +65,28 @@ class Engine:
             batch and takes the fastest, `Auto` has options for this (docs/auto_size.md), and `ab.token_budget` limits
             tokens instead of samples (docs/lengths.md).
         accumulation_steps: micro-batches per rank and step. Without a micro-batch size, they are of nearly equal size.
-        deal: "balanced": ranks differ by at most one sample; "fixed": the same micro-batches on any number of ranks.
+        deal: assignment of samples to ranks. "balanced": rank shares differ by at most one sample; "fixed": whole
+            micro-batches are assigned, so they are the same on any number of ranks.
         strategy: a name such as "ddp", a strategy object, or "auto": see docs/ranks.md.
-        precision: "fp32" (the model's own types), "bf16" or "fp16" autocast; "fp16" scales the loss.
-        bf16_weights: how bf16 weights are updated: float32 copies ("copied"), their lower 16 bits ("split"), or
-            stochastic rounding ("stochastic").
+        precision: "fp32" (no autocast: the model runs in the types of its parameters), "bf16" or "fp16" autocast;
+            "fp16" scales the loss.
+        bf16_weights: how bf16 weights are updated: in float32 copies ("copied"), in float32 with the lower 16 bits
+            stored separately ("split"), or with stochastic rounding ("stochastic").
         scheduler: a torch scheduler, or a function `optimizer -> scheduler`, stepped once per completed update.
         clip: maximum 2-norm of the gradient of an effective batch; None: no clipping.
         measure_gradient_norm: report the gradient norm and detect non-finite gradients; False saves the time for this.
         noise: measure the gradient's noise scale, an estimate of the critical batch size; see docs/gradient_noise.md.
         average_decay: keep an exponential moving average of the weights, such as 0.999; see `evaluate(averaged=True)`.
-        norms: policy for BatchNorm in train mode: "keep", "sync", "freeze", "exact", or one of `anybatch.norms`; see
-            docs/batch_norm.md. None: "keep", with a warning if the gradient depends on the split.
+        norms: the samples whose statistics BatchNorm layers use in train mode: "keep", "sync", "freeze", "exact", or a
+            policy of `anybatch.norms`; see docs/batch_norm.md. None: "keep", with a warning if the split changes the
+            gradient.
         buffers: by name or pattern, how to combine buffers that a forward updates and reads (such as a queue): "mean"
             over samples, "first", a function, "keep". See docs/forward_state.md.
         rng: "micro_batch" seeds random numbers by (seed, step, first sample of the micro-batch); "per_sample" seeds
-            dropout by (seed, step, sample, call), so that the split does not matter; None seeds nothing.
+            dropout by (seed, step, sample, call), so that the split does not change it; None seeds nothing.
         check_loss: check in the first step, on a few samples, whether the loss matches its declaration.
-        seed: seed for `rng`; None takes the seed of `ab.batches`, and for other batches computes one from torch's
-            generator and the weights before the first step.
+        seed: seed for `rng`. None: the seed of `ab.batches`; for other batches, a seed computed from torch's generator
+            and the weights before the first step.
         spikes: action after a spike in the loss or gradient norm: "warn", "lower" the learning rate, "roll_back", or a
             `SpikeWatch` of `anybatch.spikes`; None: none. See docs/learning_rates.md.
         observer: receives a record of every micro-batch, reduction, phase and step.
@@ -207,7 +211,7 @@ class Engine:
 
     @property
     def decisions(self) -> dict[str, str]:
-        """The engine's automatic choices as text, by name; callers may add others."""
+        """The engine's automatic choices as text, by name; callers may add entries."""
         return self._parts.decisions
 
     @property
@@ -397,7 +401,7 @@ class Engine:
         self._parts.also_saved.update(objects)
 
     def _restore(self, state: Mapping[str, Any], path: Path | None = None) -> None:
-        # First, because it raises an error before it changes anything.
+        # Restore the parts first: if the state does not fit, this call raises before anything has changed.
         self._parts.restore(state, path)
         self.num_steps = int(state["num_steps"])
         self._progress.load_state_dict(state)
@@ -424,7 +428,7 @@ class Engine:
         self._parts.close(error, self.num_steps)
         self._parts.notifier.end(self.num_steps, error)
         try:
-            # After an error a second one would hide the first.
+            # Skipped after an error, because an error of this check would hide the first one.
             if error is None:
                 self._parts.updater.finite.settle()
             self._parts.announce(self._parts.saver.close(failed=error is not None))

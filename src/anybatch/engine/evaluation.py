@@ -55,11 +55,11 @@ class _Runner:
             yield plan_effective_batch(batch, _for_evaluation(self.placement, batch), self.world, Position())
 
     def outputs(self, planned: PlannedBatch, run: Callable[[Unit, Batch], T]) -> Iterator[tuple[Unit, T]]:
-        """Yield the result of `run` for each micro-batch; a micro-batch that does not fit runs in two halves."""
+        """Yield the result of `run` for each micro-batch; a micro-batch that does not fit runs in smaller pieces."""
         for unit, batch in zip(planned.units, to_device(planned.micro_batches, self.world.device), strict=True):
 
             def piece(start: int, stop: int, unit: Unit = unit, batch: Batch = batch) -> tuple[Unit, T]:
-                if stop - start == unit.num_samples:  # not sliced, since it may have values that cannot be
+                if stop - start == unit.num_samples:  # the whole micro-batch: it may have values that cannot be sliced
                     return unit, run(unit, batch)
                 part = dataclasses.replace(unit, start=unit.start + start, stop=unit.start + stop)
                 return part, run(part, slice_samples(batch, start, stop))
@@ -119,7 +119,7 @@ def evaluate(
 
 def _over_whole_set(metric: OverWholeSet, runner: _Runner, batches: Iterable[Any]) -> tuple[dict[str, float], int]:
     """Return (metric computed once from the rows of all samples of all ranks, number of samples)."""
-    own_rows: list[tuple[list[tuple[int, int]], Any]] = []  # (batch, position in it) of each row, and the rows
+    local_rows: list[tuple[list[tuple[int, int]], Any]] = []  # (batch, position in it) of each row, and the rows
     num_samples = 0
 
     def rows(unit: Unit, batch: Batch) -> Any:  # noqa: ANN401 (any nested tensors)
@@ -131,8 +131,8 @@ def _over_whole_set(metric: OverWholeSet, runner: _Runner, batches: Iterable[Any
         num_samples += planned.plan.num_samples
         for unit, output in runner.outputs(planned, rows):
             if unit.weight:  # a micro-batch of weight 0 repeats samples, to keep ranks in lockstep
-                own_rows.append(([(number, position) for position in planned.plan.positions(unit)], output))
-    all_rows = [rows for of_rank in runner.world.gather_objects(own_rows) for rows in of_rank]
+                local_rows.append(([(number, position) for position in planned.plan.positions(unit)], output))
+    all_rows = [rows for of_rank in runner.world.gather_objects(local_rows) for rows in of_rank]
     if not all_rows:
         raise _nothing_to_evaluate()
     # Rows are sorted into the order of the data, which does not depend on micro-batches and the number of ranks.
@@ -155,7 +155,7 @@ def _over_samples(metric: "Loss | MetricFunction", runner: _Runner, planned: Pla
 def _across_samples(
     metric: "Loss | MetricFunction", runner: _Runner, planned: PlannedBatch
 ) -> Iterator[TotalsAndCounts]:
-    """Yield (total, count) of metrics that compare samples, computed from the whole effective batch; on one rank."""
+    """Yield, on one rank only, (total, count) of metrics that compare samples, computed from the whole batch."""
     assert isinstance(metric, Loss)
     context, world = runner.context, runner.world
     # Neither first nor last, since an evaluation reduces no gradients.

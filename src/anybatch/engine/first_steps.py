@@ -27,7 +27,7 @@ from anybatch.parallel.world import World
 class FirstSteps:
     """Determines sizes, checks the loss and watches the model in the first steps; `StepRunner` drops it afterwards.
 
-    If the user gave no `norms=`, `unchosen_norms` are the BatchNorm layers, until a warning about them was given.
+    `unchosen_norms`: the BatchNorm layers if the user did not pass `norms=`; empty after the warning about them.
     """
 
     check: LossCheck
@@ -57,7 +57,7 @@ class FirstSteps:
         """Check a planned batch: send the header of the run once, and compare the loss with its declaration."""
         if not self._has_begun:
             self._check_rows(batch)
-            # All batch sizes of a ramp (a size that grows during the run), because a later one would end the run.
+            # Check all batch sizes of a ramp (a size that grows during a run): a later one could end the run.
             self.sizes.check_splittable(getattr(batch, "sizes", ()))
             self._has_begun = True
             if self.notifier.observers:
@@ -85,11 +85,11 @@ class FirstSteps:
 
     @property
     def waits_for_split(self) -> bool:
-        """Whether the first step with several micro-batches has not come yet, and must be watched."""
+        """Whether checks of the first step with several micro-batches are still to be made."""
         return self.watch.is_looking or bool(self.unchosen_norms)
 
     def _warn_of_split(self, plan: BatchPlan) -> None:
-        """Warn once, in the first step with several micro-batches, that BatchNorm uses the statistics of each."""
+        """Warn in the first step with several micro-batches that BatchNorm normalises each by its own statistics."""
         training = [name for name, layer in self.unchosen_norms.items() if layer.training]
         num_micro_batches = len(plan.units)
         if num_micro_batches == 1 or not training:  # a frozen layer may train later
@@ -105,7 +105,7 @@ class FirstSteps:
         )
 
     def _check_rows(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
-        """Refuse a mean over samples if samples are packed, so that a micro-batch is one row with several samples."""
+        """Refuse a mean over samples if micro-batches are packed, because then one row holds several samples."""
         lengths = lengths_of(batch)
         if lengths is None or not lengths.packed:
             return
@@ -132,7 +132,7 @@ _STREAMS_DIFFER = (
 
 
 def check_agreement(batch: Any, planned: PlannedBatch, world: World) -> None:  # noqa: ANN401 (any nested batch)
-    """Refuse the first step on a data set if ranks have different data sets, or the same samples twice."""
+    """Refuse the first step on a data set if ranks have different data sets, or if two ranks have the same samples."""
     if is_effective_batch(batch):
         # Integers have the same hash in every process, but strings do not.
         key = (planned.seed, str(planned.plan), hash(tuple(int(sample) for sample in planned.sample_ids)))

@@ -1,7 +1,8 @@
 """State that a forward changes (a queue, a centre, a codebook), other than normalisation statistics.
 
 In an unsplit batch, the forward reads such state once; in a split batch, each micro-batch would read the value that
-the previous one has written. `BufferUpdates` updates chosen buffers once per step; `StateWatch` warns of others.
+the previous one has written. `BufferUpdates` updates the buffers that the user chose, once per step; `StateWatch` warns
+about other buffers that a forward changes.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -126,7 +127,7 @@ class BufferUpdates:
 
     def pool(self) -> None:
         """Compute the new values from all ranks; call this when no rank can abort the step any more."""
-        # Not the plan's numbers of samples, because micro-batches without items of the loss do not run.
+        # The plan's numbers of samples may be larger: micro-batches without items of the loss do not run.
         rows = self._world.gather_numbers((self._num_counted,)) if self._pools else []
         for pool in self._pools:
             with torch.no_grad():

@@ -44,7 +44,7 @@ class PlannedBatch(NamedTuple):
         seed: seed of the data; with the step and sample, it determines all random numbers.
         end: position in the data after this batch.
         micro_batches: the data of each unit of this rank, on the host, loaded on demand.
-        pick: function (lists of sample positions in the plan) -> a micro-batch for each, loaded again on the host.
+        pick: function (lists of sample positions in the plan) -> a micro-batch for each list, loaded again on the host.
         picks_any: whether `pick` accepts samples of other ranks too.
     """
 
@@ -77,7 +77,7 @@ class CountedBatch(NamedTuple):
 
 
 def plan_effective_batch(batch: Any, placement: Placement, world: World, start: Position) -> PlannedBatch:  # noqa: ANN401
-    """Plan an effective batch, given as a whole or as the shares of the ranks."""
+    """Plan an effective batch; `batch` is the whole batch (as from `ab.batches`) or this rank's share of it."""
     if isinstance(batch, RankShare) or not is_effective_batch(batch):
         return _plan_share(batch if isinstance(batch, RankShare) else RankShare(batch), placement, world, start)
     lengths = getattr(batch, "lengths", None)  # as in `lengths_of`, without a call in every step
@@ -190,7 +190,7 @@ class BatchCounter:
         # model to find the terms that are sums without a count.
         rows = world.gather_from(load_and_count, len(loss.names) + 2)
         divisors = tuple(sum(column) for column in zip(*rows, strict=True))[:-2]
-        # In lockstep every rank must run the model equally often, so all ranks run it if one must.
+        # In lockstep every rank must run the model equally often, so if one rank needs this run, all ranks make it.
         needs_probe = any(row[-1] for row in rows) if constraints.lockstep else rows[world.rank][-1]
         if needs_probe and any(divisors):
             sums.probe(loaded, counts)
@@ -243,7 +243,7 @@ def _fill_empty_units(
     planned: PlannedBatch, loaded: Sequence[Batch], counts: Sequence[tuple[float, ...]]
 ) -> tuple[PlannedBatch, list[Batch], list[tuple[float, ...]]]:
     """Replace units with a count of 0 by fillers (copies of weight 0), since in lockstep every unit must run."""
-    # There is a unit with a count, since a batch with a rank whose count is 0 was refused before.
+    # Every rank has a unit with a count above 0: `_check_idle_ranks` refuses other batches.
     busy = next(number for number, count in enumerate(counts) if any(count))
     chosen = [number if any(count) else busy for number, count in enumerate(counts)]
     units = tuple(
@@ -301,7 +301,7 @@ def _copied_in_stream(batches: Iterator[Batch], device: torch.device) -> Iterato
 
 def is_effective_batch(batch: object) -> bool:
     """Return whether a batch is a whole effective batch that loads its samples, and not a rank's share."""
-    # Recognised by a method, since users may define such classes, and `hasattr` of a property might load samples.
+    # Check for a method, because users may define such classes, and `hasattr` on a property might load samples.
     return callable(getattr(batch, "feed", None))
 
 
@@ -327,7 +327,7 @@ def _sizes_on_ranks(count: Callable[[], int], world: World, start: Position) -> 
 
 
 def _plan_share(share: RankShare, placement: Placement, world: World, start: Position) -> PlannedBatch:
-    # A rank whose loader has ended takes part with 0 samples, because the others wait for its number.
+    # A rank whose loader has ended takes part with 0 samples, because other ranks wait for its number of samples.
     batch: Batch = None
 
     def read() -> int:
@@ -351,7 +351,7 @@ def _plan_share(share: RankShare, placement: Placement, world: World, start: Pos
         units=units,
         sample_ids=range(start.sample_offset, start.sample_offset + sum(sizes)),
         seed=0,  # replaced by the planner, since loaders other than ab.batches have no seed
-        # The ends of such a loader's epochs are unknown, so its samples are counted from the beginning of the run.
+        # The engine does not know where the loader's epochs end, so samples are counted from the start of the run.
         end=Position(start.epoch, start.sample_offset + sum(sizes)),
         micro_batches=iter([slice_marked(batch, unit.start - first, unit.stop - first) for unit in units]),
         pick=functools.partial(select_each, batch, first=first),

@@ -93,7 +93,7 @@ def prepare_for_training(optimizer: Optimizer) -> None:
 
 @contextmanager
 def evaluation_weights(optimizer: Optimizer) -> Iterator[None]:
-    """Switch an optimizer that has modes to its evaluation weights; a no-op for others.
+    """Switch an optimizer that has modes to its evaluation weights; a no-op for other optimizers.
 
     Schedule-Free (Defazio et al., "The Road Less Scheduled", 2024) trains one set of weights and evaluates an average
     of them. Its implementation switches between both with the optimizer's `train()` and `eval()`.
@@ -125,7 +125,7 @@ class OptimizerStateMemory:
     resident: ResidentMemory
     sharding: UpdateSharding | None
     is_allocated: bool = field(default=False, init=False)
-    unused: list[nn.Parameter] = field(default_factory=list, init=False)  # have state that no update has used yet
+    unused: list[nn.Parameter] = field(default_factory=list, init=False)  # parameters whose state no update has used
 
     def allocate(self) -> None:
         """Allocate the memory, unless that is already done."""
@@ -183,8 +183,8 @@ class OptimizerStateMemory:
 def make_state(optimizer: Optimizer) -> list[nn.Parameter]:
     """Create the state that the optimizer would create in its first step, and return the parameters that have state.
 
-    Only torch's optimizers have a function for this that changes nothing else; for others, nothing is created. SGD
-    computes its momentum from the first gradient, so it has no state yet.
+    Only torch's optimizers have a function for this that changes nothing else; for other optimizers, nothing is
+    created. SGD computes its momentum from the first gradient, so it has no state yet.
     """
     make = state_maker(optimizer)
     if make is None:
@@ -225,7 +225,8 @@ class UpdateBytes:
 def update_bytes(optimizer: Optimizer) -> UpdateBytes:
     """Return the memory of an optimizer's update, measured by a step on meta tensors.
 
-    An optimizer that cannot run on meta tensors counts as Adam: two copies of its parameters, and one more in its step.
+    An optimizer that cannot run on meta tensors is assumed to need as much as Adam: state of twice the size of its
+    parameters, and temporary tensors of their size.
     """
     from anybatch.memory.ledger import MemoryLedger  # noqa: PLC0415 (nothing is reserved on a CPU)
 

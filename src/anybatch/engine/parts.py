@@ -107,7 +107,7 @@ class Parts:
     ) -> AbstractContextManager[None]:
         """Return the context of an engine call, see the function `failures_reported`.
 
-        With `needs_whole_update`, raise an error during a step, or if the last update was interrupted.
+        With `needs_whole_update`, raise an error if a step is running, or if the last update was interrupted.
         """
         if needs_whole_update and self.runner.is_running:
             message = (
@@ -290,7 +290,7 @@ def failures_reported(
             call_tracker.wait_at_barrier()
         yield
     except BaseException as error:
-        # This is done first, because the following lines may raise another error.
+        # Restore first, because the following lines may raise another error.
         _restore(error, undo)
         raised = _reported(error, world, step)
         if raised is not error:

@@ -66,7 +66,7 @@ class _Draws(TorchFunctionMode):
         self._device = device
         self._first_seed = 0
         self._device_states: list[torch.Tensor] = []
-        # Gets the CPU generator's seed, to compare states: they differ if numbers were drawn.
+        # Seeded like the CPU generator: if their states differ, numbers were drawn from the CPU generator.
         self._clean = torch.Generator()
         self._probing = True
 
@@ -99,8 +99,8 @@ class _Draws(TorchFunctionMode):
                 "Call it in every micro-batch, regardless of the data.",
             )
         self.num_calls_of_step = self._num_calls
-        # A check after every function is slow: only the first micro-batch is checked so, to name the function that
-        # draws. Later micro-batches are checked at their end.
+        # In the first micro-batch, a check after every function finds the function that draws. This is slow, so later
+        # micro-batches are checked only at their end.
         self._probing = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 (torch's protocol)

@@ -39,7 +39,8 @@ def autocast(precision: PrecisionName, device: torch.device) -> Callable[..., Ab
 class UpdateTarget:
     """The parameters that an optimizer updates, and the model's parameters.
 
-    `updated` are the model's `parameters`, float32 master weights, or (`windows`) float32 copies during an update.
+    `updated` are the model's `parameters`, float32 master weights, or (with `windows`) temporary float32 copies, which
+    have data only during an update.
     """
 
     optimizer: Optimizer
@@ -57,7 +58,7 @@ class UpdateTarget:
         return {number: updated for number, (updated, parameter) in pairs if updated is not parameter}
 
     def wide_weights(self) -> list[torch.Tensor]:
-        """Return this rank's part of every weight at full precision: of the float32 copy if there is one."""
+        """Return this rank's part of every weight at full precision, from the float32 copy if there is one."""
         if self.windows is not None:
             return self.windows.wide_weights()
         return [widened(local_part(weight.detach())) for weight in self.updated]
@@ -101,7 +102,8 @@ def make_target(
 ) -> UpdateTarget:
     """Return the target of an optimizer, or of the result of a function `named_parameters -> optimizer`.
 
-    The function receives float32 master weights instead of bf16 and fp16 parameters, or `windows` instead of bf16 ones.
+    The function receives float32 master weights instead of bf16 and fp16 parameters. Unless `bf16_weights` is "copied",
+    it receives windows (float32 copies that have data only during an update) instead of bf16 parameters.
     """
     originals = tuple(parameters.values())
     if isinstance(optimizer, Optimizer):

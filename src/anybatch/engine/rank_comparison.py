@@ -121,7 +121,7 @@ class StepFingerprint:
     replicas: ReplicaCheck
 
     def __post_init__(self) -> None:
-        # Compared in each step too, since the optimizer may be created after the ranks have compared their arguments.
+        # Compared in each step, since an optimizer function runs after the ranks have compared their arguments.
         self._kind = type(self.updater.target.optimizer).__name__
         self._kind_digest = crc32(self._kind.encode())
         self._step = 0
@@ -196,17 +196,17 @@ class StepFingerprint:
 
 def _numbers(group: dict[str, Any]) -> list[float]:
     """Return the numerical settings of a parameter group."""
-    found: list[float] = []
+    numbers: list[float] = []
     for value in group.values():
         kind = type(value)
         if kind is float or kind is bool or kind is int:
-            found.append(value)
+            numbers.append(value)
         elif kind is tuple:  # such as betas
-            found += [one for one in value if isinstance(one, (int, float))]
+            numbers += [item for item in value if isinstance(item, (int, float))]
         # Reading a value from an accelerator would synchronize.
         elif isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1:
-            found.append(float(value))
-    return found
+            numbers.append(float(value))
+    return numbers
 
 
 def _some_ids(ids: Sequence[int]) -> tuple[int, ...]:
@@ -244,21 +244,21 @@ def check_same_build(spec: TrainSpec, hardware: Hardware, loss: Loss, modules: n
 def check_same_form(form: object, world: World) -> None:
     """Raise an error on all ranks if they save checkpoints with different options."""
     if world.call_tracker is not None:
-        found = {one.name: _text(getattr(form, one.name)) for one in fields(form)}  # type: ignore[arg-type]
-        _check_equal("called engine.save", found, world)
+        options = {field.name: _text(getattr(form, field.name)) for field in fields(form)}  # type: ignore[arg-type]
+        _check_equal("called engine.save", options, world)
 
 
-def _check_equal(act: str, found: Mapping[str, str], world: World) -> None:
-    rows = world.gather_objects({name: crc32(text.encode()) for name, text in found.items()})
+def _check_equal(act: str, values: Mapping[str, str], world: World) -> None:
+    rows = world.gather_objects({name: crc32(text.encode()) for name, text in values.items()})
     names = [name for name in rows[0] if any(row.get(name) != rows[0][name] for row in rows)]
     if not names:
         return
     # All ranks have the same rows, so all join this collective.
-    texts = world.gather_objects({name: found.get(name, "nothing") for name in names})
+    texts = world.gather_objects({name: values.get(name, "nothing") for name in names})
     meant = tuple("; ".join(f"{name}: {_around(name, text, texts)}" for name, text in row.items()) for row in texts)
-    values = " | ".join(f"rank {rank}: {text}" for rank, text in enumerate(meant))
+    listed = " | ".join(f"rank {rank}: {text}" for rank, text in enumerate(meant))
     message = (
-        f"ranks {act} with different {', '.join(names)}: {values}. Use the same values on every rank; if they come "
+        f"ranks {act} with different {', '.join(names)}: {listed}. Use the same values on every rank; if they come "
         "from a file or the command line, check the input of each rank."
     )
     raise RanksDifferError(message, names=tuple(names), meant=meant)
@@ -279,11 +279,11 @@ def _text(value: Any) -> str:  # noqa: ANN401 (any argument of an engine)
     if isinstance(value, _SIMPLE):
         return repr(value)
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {_text(one)}' for name, one in value.items())}}}"
+        return f"{{{', '.join(f'{name}: {_text(item)}' for name, item in value.items())}}}"
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(_text, value))})"
     if is_dataclass(value) and not isinstance(value, type):
-        inner = ", ".join(f"{one.name}={_text(getattr(value, one.name))}" for one in fields(value))
+        inner = ", ".join(f"{field.name}={_text(getattr(value, field.name))}" for field in fields(value))
         return f"{type(value).__name__}({inner})"
     if hasattr(value, "prepare") and hasattr(value, "capabilities"):
         return _options(value)
@@ -303,7 +303,7 @@ def _options(strategy: Strategy) -> str:
     """Return the class and the arguments of a strategy, and of the strategies inside it."""
     arguments = [f"_{name}" for name in signature(type(strategy)).parameters]
     parts = {name: value for name, value in vars(strategy).items() if name in arguments or hasattr(value, "prepare")}
-    return f"{type(strategy).__name__}({', '.join(f'{name[1:]}={_text(one)}' for name, one in parts.items())})"
+    return f"{type(strategy).__name__}({', '.join(f'{name[1:]}={_text(value)}' for name, value in parts.items())})"
 
 
 def _name(value: Callable[..., Any] | object) -> str:

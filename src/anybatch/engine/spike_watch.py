@@ -94,7 +94,7 @@ def _restore_state(optimizer: Optimizer, kept: dict[Any, Any]) -> None:
 
 
 _NUM_KEPT = 2
-"""Copies in memory. The older one is restored if the run diverges again after the newer one, made too late."""
+"""Copies in memory. If the run diverges again from the newer copy, it was made too late: the older one is restored."""
 _MAX_RESTORED = 2
 """Number of times the newer copy is restored before the older one is restored."""
 _EPISODE_STEPS = 8

@@ -56,7 +56,7 @@ class StepPlanner:
     seed: int | None
     modules: nn.Module
     user_seed: int | None = field(default=None, init=False)
-    _last_smaller_step: int | None = field(default=None, init=False)  # last one below the effective batch size
+    _last_smaller_step: int | None = field(default=None, init=False)  # the last step below the effective batch size
 
     def __post_init__(self) -> None:
         self._counter = BatchCounter(self.loss, self.world, self.sizes.constraints, self.sums)
@@ -81,7 +81,7 @@ class StepPlanner:
         elif not planned.picks_any:  # not from ab.batches
             planned = planned._replace(seed=self._user_seed())
         num_samples, limit = planned.plan.num_samples, self.sizes.sizes.effective_batch_size
-        data_sizes: tuple[int, ...] = getattr(batch, "sizes", ())  # of ab.batches
+        data_sizes: tuple[int, ...] = getattr(batch, "sizes", ())  # set by ab.batches
         if num_samples != (limit or num_samples) or data_sizes not in ((), (num_samples,)):
             self.sizes.check_batch_size(num_samples)
             self._warn_of_smaller(batch, num_samples, step)
@@ -99,7 +99,7 @@ class StepPlanner:
         return self.user_seed
 
     def _warn_of_smaller(self, batch: Any, num_samples: int, step: int) -> None:  # noqa: ANN401 (any nested batch)
-        """Warn if two steps in a row, or all of a data set, are smaller than the effective batch size."""
+        """Warn if a whole data set, or each of two steps in a row, has fewer samples than the effective batch size."""
         sizes: tuple[int, ...] = getattr(batch, "sizes", ())
         if len(sizes) == 1 and num_samples < sizes[0] and getattr(batch, "is_whole_epoch", False):
             message = (
@@ -195,7 +195,8 @@ class SummedBatch(NamedTuple):
 class LateDivision:
     """Divides gradients by the number of items that the loss function returned, known only after all micro-batches.
 
-    Then ranks have agreed on the step and cannot repeat it after an out-of-memory error. So memory is allocated before.
+    By then, ranks have agreed on the step and cannot repeat it after an out-of-memory error. So the constructor
+    allocates the memory, before the first micro-batch.
     """
 
     def __init__(self, guess: float, device: torch.device, dtype: torch.dtype) -> None:
@@ -285,7 +286,7 @@ class StepRunner:
         first = self._first
         if first is not None:
             first.settle_sizes(batch, progress.position)
-        # If the step is repeated, each attempt starts from the current buffers.
+        # Save the buffers: if the step is repeated, each attempt starts from them.
         self.retry.state.keep()
         # A batch that loads its samples in each attempt has no tensors that an attempt could change.
         inputs = None if hasattr(batch, "feed") else InputVersions(batch)
@@ -309,7 +310,7 @@ class StepRunner:
                 return outcome
             del counted  # frees the samples that it has loaded
             too_large += (self.retry.retry_smaller_or_raise(outcome, plan, step, too_large),)
-            # Only after the abort, because then no rank waits for another one.
+            # Check this only after the abort, when no rank waits for another rank.
             if inputs is not None:
                 inputs.check_unchanged(step, self.world)
 

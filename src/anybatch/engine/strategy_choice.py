@@ -28,7 +28,7 @@ from anybatch.parallel.world import World
 _ORDER = ("all_reduce", "zero1", "fsdp", "")
 """Strategies in order of decreasing memory and increasing communication; "" if no strategy fits."""
 _EXTRA_BYTES: Mapping[Bf16Weights, int] = {"copied": 4, "split": 2, "stochastic": 0}
-"""Additional bytes per bf16 weight, in the ways of updating bf16 weights."""
+"""Additional bytes per bf16 weight, for each value of `bf16_weights`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

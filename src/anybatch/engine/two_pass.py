@@ -44,9 +44,13 @@ _OUT_OF_MEMORY = "out of memory"
 class Outputs:
     """Outputs of this rank's micro-batches.
 
-    `pieces` has the detached tensors of each micro-batch, and `kinds` their layout; `differentiable` has whether each
-    tensor requires a gradient in any micro-batch. `rebuild` returns a nested output from its tensors, `graph` are the
-    tensors of the last micro-batch with their graph, and `host_draws` the Python and numpy states of each forward.
+    Attributes:
+        pieces: the detached tensors of each micro-batch.
+        kinds: the shape of a row, and the dtype, of each tensor.
+        differentiable: for each tensor, whether it requires a gradient in any micro-batch.
+        rebuild: function (tensors) -> a nested output with these tensors.
+        graph: the tensors of the last micro-batch, with their graph.
+        host_draws: the states of Python's and numpy's generators before each forward; None if it drew no numbers.
     """
 
     pieces: list[list[torch.Tensor]] = field(default_factory=list)
@@ -88,8 +92,9 @@ def accumulate_in_two_passes(
 ) -> Sums:
     """Add up the exact gradient of one effective batch for a loss across samples.
 
-    It equals that of one backward of `function(model, outputs)` with the outputs of all samples of all ranks in one
-    graph. The second pass draws the same random numbers as the first. At the end, buffers have the values of one pass.
+    It equals the gradient of one backward of `function(model, outputs)` with the outputs of all samples of all ranks
+    in one graph. The second pass draws the same random numbers as the first. At the end, buffers have the values of one
+    pass.
 
     Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021, section 3.
     """
@@ -169,7 +174,7 @@ def encode_all(
         _record_outputs(outputs, micro_batch)
         outputs.host_draws.append(host.keep_if_drawn())
         done.append(micro_batch)
-    # With one micro-batch, its backward is the last one, and DDP needs a forward that ran as the last one too.
+    # A single micro-batch has the last backward, and DDP prepares the last backward in a forward with `last=True`.
     needs_last_forward = len(done) == 1 and context.strategy.capabilities.prepares_in_forward
     if needs_last_forward or context.randomness.covers_backward:
         outputs.graph = []  # its backward cannot run separately from its forward
@@ -191,12 +196,12 @@ def gather_outputs(
     # Over the control plane (the process group for messages), so that a rank without samples can take part, and a
     # mismatch raises an error. Digests are compared too, since rows of different batches cannot be combined.
     digests = () if world.call_tracker is None else world.call_tracker.digests
-    everyone = world.gather_objects((outputs.kinds, outputs.differentiable, digests))
-    if _OUT_OF_MEMORY in everyone:
+    messages = world.gather_objects((outputs.kinds, outputs.differentiable, digests))
+    if _OUT_OF_MEMORY in messages:
         raise StepAbortedError
-    _compare([message[2] for message in everyone])
+    _compare([message[2] for message in messages])
     on_exchange()
-    with_outputs = [message for message in everyone if message[0] is not None]
+    with_outputs = [message for message in messages if message[0] is not None]
     kinds = with_outputs[0][0]
     for other, *_ in with_outputs:
         _check_same_kinds(kinds, other, "on one rank and on another")

@@ -57,8 +57,8 @@ class Capabilities:
         sparse_gradients: parameters may have sparse gradients.
         replicas: every rank holds all weights, and makes the same updates.
         moves_modules: `prepare` moves modules to the device, piece by piece: the whole model may not fit there.
-        prepares_in_forward: the forward of the last micro-batch prepares the reduction, so it must run in order and use
-            every parameter that its backward will reach.
+        prepares_in_forward: the forward of the last micro-batch prepares the reduction. So this forward must run
+            immediately before its backward, and use every parameter that its backward will reach.
         compresses: gradients are rounded to bf16 when sent to other ranks.
         splits_micro_batches: a forward sees only some of a micro-batch's samples, in a copy of the model.
     """
@@ -129,7 +129,7 @@ class UpdateSharding(Protocol):
         ...
 
     def state_dict_in_parts(self) -> dict[str, Any]:
-        """Return the optimizer's state, other ranks' tensors without data ("meta"). All ranks call it."""
+        """Return the optimizer's state, with meta tensors (no data) for other ranks' tensors. All ranks call it."""
         ...
 
 
@@ -140,14 +140,14 @@ class Prepared:
     Attributes:
         parameters: the trainable parameters by name; the optimizer is built over these.
         call: runs `function(model, batch)` with the user's own model, inside the strategy's wrapper, if any.
-        backward_inputs: the leaves a backward accumulates into; None for all that it reaches.
+        backward_inputs: the leaves in which a backward accumulates gradients; None: all leaves that it reaches.
         gradient_leaves: function () -> for each parameter the leaf that receives its whole gradient in a backward; None
             if these are the parameters themselves.
         differed: names of tensors that differed between ranks and are equal now.
         gradient_buffers: memory in which gradients accumulate, apart from `.grad`.
         layout: layout of the parameters over ranks, for saving, loading, norms and averages.
-        shard_update: function (optimizer, its parameters) -> how its step is sharded over ranks; None for a step that
-            every rank makes in full.
+        shard_update: function (optimizer, its parameters) -> the sharding of its step over ranks; None: every rank
+            updates all parameters.
         decisions: the strategy's decisions by topic, each as a clause with its reason.
         abort: function (the sums that `finish_gradients` will get) -> function that a rank calls if it runs out of
             memory. It takes part in every collective that the other ranks have started or will start for this
@@ -269,8 +269,8 @@ STRATEGIES: Mapping[str, str] = MappingProxyType(
 def choose_strategy(strategy: "str | Strategy", world: World, *, already_sharded: bool = False) -> Strategy:
     """Return the strategy of that name, or a given strategy; "auto" is "single" on one process, else "all_reduce".
 
-    For a model that the user has sharded, "auto" is "fsdp", the only strategy for it. The engine resolves "auto" if
-    replicas do not fit on a device.
+    For a model that the user has sharded, "auto" is "fsdp", the only strategy for it. This function ignores memory:
+    `engine/strategy_choice.py` does not pass "auto" if replicas may not fit on a device.
     """
     if not isinstance(strategy, str):
         return strategy

@@ -232,7 +232,9 @@ class LossCheck:
             # An undeclared loss has no items.
             unit = None if is_number or broken.term is None else self.declared.kind.terms[broken.term].items.name
             raise LossError(message, term=broken.term, unit=unit, cause=broken.cause)
-        undecided = next((one for one in verdicts if one.kind == "undecided" and not one.is_harmless), None)
+        undecided = next(
+            (verdict for verdict in verdicts if verdict.kind == "undecided" and not verdict.is_harmless), None
+        )
         if self._is_settled:
             return
         if undecided is None and any(verdict.kind == "holds" for verdict in verdicts):
@@ -256,8 +258,8 @@ class UncountedSums:
     """Detects the terms that return sums, so that a micro-batch with a count of 0 may contribute to the loss.
 
     For example, a focal loss over anchors is divided by the number of positives, but background alone has a loss too.
-    One forward of the first micro-batch with a count of 0 shows this, without side effects. Terms over targets are not
-    checked, since they are 0 without targets.
+    To detect this, the loss runs once on the first micro-batch with a count of 0, without side effects. Terms over
+    targets are not checked, since they are 0 without targets.
     """
 
     check: LossCheck
@@ -265,7 +267,7 @@ class UncountedSums:
 
     def __post_init__(self) -> None:
         terms = self.check.declared.kind.terms.items()
-        # By name, since a declaration that was copied or unpickled has equal items, but not the same objects.
+        # Compare names: the items of a declaration that was copied or unpickled are equal, but not the same objects.
         self._unknown = {name: index for index, (name, term) in enumerate(terms) if term.items.name == COUNTED.name}
         self.names: set[str] = set()
         """The terms known to return sums."""

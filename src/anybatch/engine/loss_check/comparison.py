@@ -27,7 +27,7 @@ from anybatch.errors import LossError
 MAX_SAMPLES = 8
 Orders = tuple[list[int], list[int]]
 FEW_SAMPLES = 4
-"""With at most this many samples the first split decides alone, since others detect fewer faults."""
+"""With fewer samples, only the split with single samples decides, since other splits detect fewer faults."""
 _IGNORED = -100
 _WEIGHT_OF_COUNTS = 3.0
 
@@ -199,10 +199,10 @@ def judge(
     chosen = choose(runs.parts.loss, source, max_samples)
     verdict = _tried(runs, source, chosen, agree)
     if verdict.is_harmless and len(source.positions) > len(chosen[0]):
-        # With more samples, since for example a hinge loss has a gradient of zero for most samples.
+        # Try more samples: a hinge loss, for example, has a gradient of zero for most samples.
         verdict = _tried(runs, source, choose(runs.parts.loss, source, 4 * max_samples), agree)
     if verdict.kind != "holds" and not verdict.is_harmless and agree(float(runs.draws.num_draws)):
-        # With constant draws, since samples may not be along the first axis, or a loop over samples may draw.
+        # Try constant draws, since samples may not be along the first axis, or a loop over samples may draw.
         varied, runs.draws = runs.draws, FixedDraws(constant=True)
         constant = _tried(runs, source, chosen, agree)
         if constant.kind != "undecided" or verdict.kind == "undecided":
@@ -212,7 +212,7 @@ def judge(
 
 
 def _tried(runs: LossRuns, source: SampleSource, orders: Orders, agree: Agree) -> Verdict:
-    """Try splits until one decides: equal gradients with single samples, or different ones without single samples."""
+    """Try splits until one decides: one with single samples if gradients agree, another one if they differ."""
     even: list[Verdict] = []
     single: Verdict | None = None
     failure = Verdict(kind="undecided", reason="no split could be run")

@@ -169,7 +169,7 @@ def _columns(gradients: Iterable[Gradients]) -> Tensor:
     """Return gradients as the columns of a matrix, with zeros for missing gradients."""
     rows = []
     for column in zip(*gradients, strict=True):
-        like = next((one for one in column if one is not None), None)
+        like = next((g for g in column if g is not None), None)
         if like is not None:
             rows.append(torch.stack([(torch.zeros_like(like) if g is None else g).flatten() for g in column], 1))
     return torch.cat(rows).double()
@@ -196,7 +196,7 @@ def _mean(runs: LossRuns, verdict: Verdict) -> Diagnosis | None:
     parted = [runs.gradient([piece]) if any(runs.counts(piece)) else runs.plain_gradient(piece) for piece in pieces]
     columns = _columns([whole, *parted])
     parts = _Parts(columns[:, 0], columns[:, 1:], _TOLERANCES.get(runs.narrowest, _NARROW_TOLERANCE))
-    term = next(name for name, one in loss.kind.terms.items() if one.weight)
+    term = next(name for name, item in loss.kind.terms.items() if item.weight)
     counts = [runs.counts(piece)[loss.names.index(term)] for piece in pieces]
     declared = [1.0 if loss.kind.terms[term].is_sum else count / (sum(counts) or 1.0) for count in counts]
     if not loss.kind.returns_count and parts.add_up(declared):
@@ -214,7 +214,7 @@ def _mean(runs: LossRuns, verdict: Verdict) -> Diagnosis | None:
     for declaration, each in _candidates(verdict.full, term if loss.kind.named else None):
         ends = itertools.accumulate(sizes, initial=0)
         sums = [sum(each[start:stop]) for start, stop in itertools.pairwise(ends)]
-        if any(sums) and parts.add_up([one / sum(sums) for one in sums]):
+        if any(sums) and parts.add_up([count / sum(sums) for count in sums]):
             return Diagnosis("mean", "it is a mean over other items.", f"Declare {declaration}.")
     return _other_mean(parts, sizes, declared, term if loss.kind.named else None)
 
@@ -226,7 +226,7 @@ def _other_mean(parts: _Parts, sizes: Sequence[int], declared: Sequence[float], 
     shares: list[float] = torch.linalg.lstsq(parts.table, parts.whole[:, None]).solution[:, 0].tolist()
     if not parts.add_up(shares, within=1.0):
         return None
-    shown, expected = (", ".join(f"{one:.3g}" for one in some[:_SHARES_SHOWN]) for some in (shares, declared))
+    shown, expected = (", ".join(f"{share:.3g}" for share in weights[:_SHARES_SHOWN]) for weights in (shares, declared))
     fault = f"it has another divisor: pieces of {listed(sizes)} samples have the weights {shown} instead of {expected}."
     if abs(sum(shares) - 1.0) < _CLEARLY * parts.tolerance:
         counted = _declaration("counted", "count=lambda batch: class_weights[batch['label']].sum()", term)
@@ -238,8 +238,10 @@ def _other_mean(parts: _Parts, sizes: Sequence[int], declared: Sequence[float], 
 def _candidates(full: Piece, term: str | None) -> Iterator[tuple[str, list[float]]]:
     """Yield possible declarations with their counts of the samples: samples, targets, a mask, or weights."""
     yield _declaration("samples", "", term), [1.0] * full.num_samples
-    named = [(name, one) for name, one in _named_tensors(full.batch) if one.dim() and len(one) == full.num_samples]
-    labels = [(name, one) for name, one in named if one.dim() > 1 and one.dtype in (torch.int64, torch.int32)]
+    named = [
+        (name, value) for name, value in _named_tensors(full.batch) if value.dim() and len(value) == full.num_samples
+    ]
+    labels = [(name, value) for name, value in named if value.dim() > 1 and value.dtype in (torch.int64, torch.int32)]
     # Tensors with a name like "labels" first, since other tensors may have the same number of items.
     labels.sort(key=lambda item: not any(word in item[0].lower() for word in _TARGETS))
     for name, value in labels:
@@ -354,7 +356,7 @@ def _tensors(values: Any) -> list[Tensor]:  # noqa: ANN401 (inputs or outputs of
 
 def _agree(whole: Sequence[Tensor], part: Sequence[Tensor], number: int, rows: range) -> bool:
     """Return whether each tensor of a part has the values of these rows of the whole, or no sample axis."""
-    return all(_is_part(one, other, number, rows) for one, other in zip(whole, part, strict=False))
+    return all(_is_part(tensor, other, number, rows) for tensor, other in zip(whole, part, strict=False))
 
 
 def _is_part(whole: Tensor, part: Tensor, number: int, rows: range) -> bool:
@@ -376,23 +378,27 @@ def _interaction(runs: LossRuns, full: Piece) -> Diagnosis | None:
     models = [runs.parts.model] if isinstance(runs.parts.model, nn.Module) else list(runs.parts.model.values())
 
     def keep(_module: Any, _given: Any, output: Any) -> None:  # noqa: ANN401 (torch's protocol)
-        tensors = [one for one in tensors_of(output) if one.is_floating_point() and one.dim() and one.requires_grad]
-        outputs.extend([one for one in tensors if one.shape[0] % full.num_samples == 0][:1])
+        tensors = [
+            tensor
+            for tensor in tensors_of(output)
+            if tensor.is_floating_point() and tensor.dim() and tensor.requires_grad
+        ]
+        outputs.extend([tensor for tensor in tensors if tensor.shape[0] % full.num_samples == 0][:1])
 
     hooks = [model.register_forward_hook(keep) for model in models]
     try:
         value = runs.value_of(full)
         gradients = torch.autograd.grad(value, outputs, create_graph=True, allow_unused=True)
         # A sum with different weights, since the elements of some gradients, such as the softmax's, add up to zero.
-        first = [one[0].flatten() for one in gradients if one is not None]
-        projections = [(one * torch.linspace(0.5, 1.5, len(one)).to(one)).sum() for one in first]
+        first = [g[0].flatten() for g in gradients if g is not None]
+        projections = [(g * torch.linspace(0.5, 1.5, len(g)).to(g)).sum() for g in first]
         second = torch.autograd.grad(torch.stack(projections).sum(), outputs, allow_unused=True)
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
         return None
     finally:
         for hook in hooks:
             hook.remove()
-    if any(float(one[1:].abs().max()) > 1e-6 * float(one.abs().max()) > 0.0 for one in second if one is not None):
+    if any(float(g[1:].abs().max()) > 1e-6 * float(g.abs().max()) > 0.0 for g in second if g is not None):
         return Diagnosis("joint", "the gradient of one sample's output depends on the other samples' outputs.", _JOINT)
     return None
 

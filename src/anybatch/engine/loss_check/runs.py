@@ -77,7 +77,7 @@ class LossRuns:
         self.draws, self._norms = FixedDraws(), FixedBatchStatistics()
         self.returned_number = False
         self.seed = 0
-        self.has_aligned_draws = False  # whether Python and numpy draw the same numbers whatever the samples
+        self.has_aligned_draws = False  # whether Python and numpy draw the same numbers for any samples
         self._generators = generators
         self._buffers = [kept_buffers(nn.ModuleList([parts.modules, *modules_of(parts.loss.functions.values())]))]
         self._wide: torch.dtype | None = None
@@ -178,8 +178,8 @@ class LossRuns:
             if not value.requires_grad:
                 return [None] * len(leaves), count
             of_leaves = gradients(value, leaves)
-        wide: Gradients = [None if one is None else _wide(self.parts.gather(one.detach())) for one in of_leaves]
-        if not all(bool(torch.isfinite(one).all()) for one in wide if one is not None):
+        wide: Gradients = [None if g is None else _wide(self.parts.gather(g.detach())) for g in of_leaves]
+        if not all(bool(torch.isfinite(g).all()) for g in wide if g is not None):
             message = "a gradient is not finite"
             raise NotFiniteError(message)
         return wide, count
@@ -212,17 +212,17 @@ class LossRuns:
             return (output.total, float(output.count)) if is_sum else (output.sum(), float(output.numel()))
         output = _with_counts_read(output)
         values = output if loss.kind.named and isinstance(output, Mapping) else {loss.names[0]: output}
-        sums = [name for name, one in values.items() if name in loss.kind.terms and _adds_up(loss, name, one)]
+        sums = [name for name, value in values.items() if name in loss.kind.terms and _adds_up(loss, name, value)]
         terms = scaled(loss, output, factors_of(loss, counts, divisors, 1.0, sums))
         if not terms:
             return torch.zeros(()), 0.0
-        return torch.stack([one.to(terms[0].dtype) for one in terms]).sum(), 0.0
+        return torch.stack([term.to(terms[0].dtype) for term in terms]).sum(), 0.0
 
 
 def difference(full: Gradients, other: Gradients) -> tuple[float, int]:
     """Return the largest relative difference between the gradients of a parameter, and the index of the parameter."""
-    norms = [0.0 if one is None else float(torch.linalg.vector_norm(one)) for one in full]
-    others = [0.0 if one is None else float(torch.linalg.vector_norm(one)) for one in other]
+    norms = [0.0 if g is None else float(torch.linalg.vector_norm(g)) for g in full]
+    others = [0.0 if g is None else float(torch.linalg.vector_norm(g)) for g in other]
     floor = _FLOOR * max(math.hypot(*norms), math.hypot(*others))
     if not floor:
         message = "the gradient of these samples is zero"
@@ -237,7 +237,7 @@ def difference(full: Gradients, other: Gradients) -> tuple[float, int]:
 
 def _adds_up(loss: Loss, name: str, value: object) -> bool:
     """Return whether a term's value is a finite sum, which adds to the loss even if the piece has a count of 0."""
-    # By name, since a declaration that was copied or unpickled has equal items, but not the same objects.
+    # Compare names: the items of a declaration that was copied or unpickled are equal, but not the same objects.
     if loss.kind.terms[name].items.name != COUNTED.name:
         return False
     total = value.total if isinstance(value, LossSum) else value

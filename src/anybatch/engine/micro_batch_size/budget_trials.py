@@ -1,4 +1,4 @@
-"""Trial runs on the first batch find a micro-batch's fixed cost in tokens, its maximum tokens ("cap") and its layout.
+"""Trial runs for `ab.token_budget`: a micro-batch's fixed cost in tokens, its maximum of tokens ("cap"), its layout.
 
 Whole steps are timed, since the time per token is not constant: it is longer in a micro-batch whose activations exceed
 the processor's caches, and attention in a packed row is not linear in the number of tokens.
@@ -29,7 +29,7 @@ _SMALL_BUDGET_DIVISOR = 8  # up to an eighth of the budget, the time per token i
 _NUM_CAPS = 3  # the budget, a half and a quarter of it
 _NUM_ROUNDS = 3  # the median is used, since the best time of a large micro-batch is not typical
 _MAX_TIMED = 8  # maximum number of micro-batches of a step that are timed
-_MAX_TIME_RATIO = 0.97  # a smaller cap must take at most this part of the time, since a smaller gain may be noise
+_MAX_TIME_RATIO = 0.97  # a smaller cap must take at most this fraction of the time; a smaller gain may be noise
 _NUM_COMPARED = 4
 _TOLERANCE = 1e-3  # relative difference in float32 of two layouts whose sums round in different order
 _LOW_PRECISION_FACTOR = 30.0  # multiplies this tolerance in bf16 and fp16
@@ -47,7 +47,7 @@ class _Split(NamedTuple):
 
 
 class _Sampled(NamedTuple):
-    """A micro-batch that represents several similar ones of a step; their total time is `factor` times its time."""
+    """A micro-batch that represents several similar micro-batches; their total time is `factor` times its time."""
 
     positions: Sequence[int]
     factor: float
@@ -57,7 +57,7 @@ class _Sampled(NamedTuple):
 class FoundBudget:
     """The result of the trial runs; `packed` is None for a batch with one layout.
 
-    `cap` is None if none below the budget is faster. `description` (cost and cap) and `layout` are texts.
+    `cap` is None if it was not searched. `description` (cost and cap) and `layout` are texts.
     """
 
     fixed_tokens: float
@@ -152,8 +152,8 @@ class BudgetTrials:
         return [budget.tokens, *(cap for cap in halvings if cap >= longest)]
 
     def _seconds(self, loads: Mapping[bool, Load], units: Mapping[_Split, Sequence[_Sampled]]) -> dict[_Split, float]:
-        """Return the seconds of a step with each split that runs; they are timed alternately."""
-        batches = {split: [loads[split.packed](one.positions) for one in sampled] for split, sampled in units.items()}
+        """Return the seconds of a step with each split that runs; the timings of the splits are interleaved."""
+        batches = {split: [loads[split.packed](item.positions) for item in sampled] for split, sampled in units.items()}
         times: dict[_Split, list[list[float]]] = {split: [[] for _ in sampled] for split, sampled in units.items()}
         for split in list(units) * _NUM_ROUNDS:
             for sampled, batch, seconds in zip(units[split], batches[split], times.get(split, ()), strict=False):
@@ -164,7 +164,7 @@ class BudgetTrials:
                 seconds.extend(result.seconds)  # empty for a micro-batch without items of the loss, which is not run
         return {
             split: sum(
-                one.factor * median(seconds) for one, seconds in zip(units[split], of_split, strict=True) if seconds
+                item.factor * median(seconds) for item, seconds in zip(units[split], of_split, strict=True) if seconds
             )
             for split, of_split in times.items()
         }

@@ -79,8 +79,7 @@ def release_frames(error: BaseException | None) -> None:
 
 def free_cached_memory(device: torch.device) -> None:
     """Collect reference cycles, and return torch's cached memory to the device."""
-    # First, since tensors in cycles are not free yet.
-    gc.collect()
+    gc.collect()  # first, because tensors in reference cycles still use memory
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
 
@@ -90,7 +89,7 @@ _DETECTION = "Detecting changes of a batch before its step is repeated"
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """An attempt of a step that ended because a rank ran out of memory; `phase` is None if it was another rank."""
+    """An attempt of a step that ended because a rank ran out of memory; `phase` is None if another rank did."""
 
     phase: PhaseName | None = None
     message: str | None = None

@@ -38,7 +38,7 @@ from anybatch.memory.device_memory import HostHeadroom
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
 
-# Neither first nor last, because a last micro-batch would start a reduction, and ranks may run different numbers.
+# Not last, because the last micro-batch starts a reduction, and ranks may run different numbers of micro-batches.
 _NEITHER = Turn(first=False, last=False)
 
 
@@ -143,7 +143,7 @@ class TrialRuns:
         # Not strict, because there are at most `max_number` pieces.
         for start, piece in zip(range(0, self.num_samples, size), pieces, strict=False):
             stop = min(start + size, self.num_samples)
-            # Divided by the micro-batch's number of items: without an update, that of the whole batch is not needed.
+            # Divide by the micro-batch's number of items; only an update needs the count of the whole batch.
             counts = unit_counts(self._context.loss, piece, stop - start)
             factors = factors_of(self._context.loss, counts, counts, 1.0)
             if any(counts):
@@ -171,7 +171,7 @@ NUM_ROUNDS = 3
 """Timings of each size; the shortest is used, since disturbances only make a step longer."""
 _MIN_GAIN = 1.1
 """Minimum gain in samples per second for which doubling continues beyond the time limit."""
-# From best to worst: the outcome on all ranks is the one with the largest index.
+# From best to worst: the common outcome of all ranks is the worst outcome of any rank.
 _CODES = ("ran", "out_of_memory", "failed")
 
 
@@ -240,7 +240,7 @@ class Search:
     _: KW_ONLY
     share: int  # maximum of the ranks' numbers of samples in the first batch
     auto: Auto
-    room: HostHeadroom | None = None
+    room: HostHeadroom | None = None  # stops doubling on a CPU, which raises no out-of-memory errors
     group: int = 1
     optimizer_is_new: bool = False
     planned: int | None = None  # the largest size that the planner expects to fit
@@ -327,12 +327,12 @@ class Search:
                 "precision='bf16' or activation checkpointing."
             )
             raise BatchSizeError(message, micro_batch_size=smallest)
-        # Half of the size, since an optimizer that has no state yet allocates it in the first step, not in trial runs.
+        # Halve the size, since an optimizer that has no state yet allocates it in the first step, not in trial runs.
         if self.optimizer_is_new:
             doubling.largest = max(min(smallest, doubling.largest), doubling.largest // 2)
 
     def _time(self, sizes: tuple[int, ...], doubling: _Doubling) -> dict[int, float]:
-        """Return the shortest time of a rank share for each size; empty if the time limit allows no time for each."""
+        """Return the shortest time of a rank share for each size; empty if there is no time left to time every size."""
         shortest: dict[int, float] = {}
         for number in range(NUM_ROUNDS + 1):  # the first round warms up sizes that have not run yet
             # Interleaved, so that a temporary disturbance affects all sizes.
@@ -368,7 +368,7 @@ class Search:
             return 0.0, 0.0
         if len(run.seconds) == ceil_div(share, size):
             return max(run.seconds[-2:]), sum(run.seconds)  # the last one may be smaller
-        # Some micro-batches did not run, so the mean time of the others is extrapolated to the share.
+        # Not all micro-batches ran, so the mean time of those that ran is extrapolated to the share.
         return run.seconds[-1], share / size * sum(run.seconds) / len(run.seconds)
 
     def _fitting(self, doubling: _Doubling, largest_tried: int) -> str:

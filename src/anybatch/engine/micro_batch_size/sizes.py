@@ -72,7 +72,7 @@ class RunSizes:
             micro_batch_size = accumulation_steps = None
         split = SplitOptions(
             micro_batch_size=micro_batch_size,
-            # A split uses one of the two; `resolve_sizes` has checked that they agree if both are given.
+            # A split uses only one of these sizes; `resolve_sizes` has checked that they agree if both are given.
             accumulation_steps=accumulation_steps if micro_batch_size is None else None,
             deal=self._deal,
             lockstep=self.constraints.allows_empty_ranks,
@@ -164,17 +164,17 @@ class RunSizes:
         assert lengths is not None
         cap = sizes.micro_batch_tokens if is_known else None
         budget = dataclasses.replace(budget, fixed_tokens=sizes.fixed_tokens, current_tokens=cap)
-        found = BudgetTrials(self._world, trial, budget, self.auto.clock).find(batch, lengths)
+        result = BudgetTrials(self._world, trial, budget, self.auto.clock).find(batch, lengths)
         self._use(
             dataclasses.replace(
                 sizes,
-                fixed_tokens=found.fixed_tokens,
-                micro_batch_tokens=found.cap or sizes.micro_batch_tokens,
-                packed=sizes.packed if found.packed is None else found.packed,
+                fixed_tokens=result.fixed_tokens,
+                micro_batch_tokens=result.cap or sizes.micro_batch_tokens,
+                packed=sizes.packed if result.packed is None else result.packed,
             )
         )
-        text = "" if is_known else f"at most {budget.tokens:,} tokens; {found.description}"
-        return FoundSize(None, text, layout=found.layout)
+        text = "" if is_known else f"at most {budget.tokens:,} tokens; {result.description}"
+        return FoundSize(None, text, layout=result.layout)
 
     @property
     def original(self) -> Sizes:
@@ -193,7 +193,8 @@ class RunSizes:
     def shrink(self, plan: BatchPlan) -> tuple[int, int | None]:
         """Reduce the sizes from now on, the same on all ranks; return the largest micro-batch before and after.
 
-        From then on, the run equals, bit for bit, a run with the smaller sizes. "After" is None if none is possible.
+        From then on, the run equals, bit for bit, a run with the smaller sizes. If no smaller size is possible, the
+        second number is None.
         """
         smaller, after = self.smaller_sizes(plan)
         if smaller is not None:
@@ -215,7 +216,8 @@ class RunSizes:
             self.why_not_smaller = f"they cannot be smaller than {smallest}"
             return None, None
         if sizes.micro_batch_tokens is not None:
-            # A sample longer than this runs alone. How many fit depends on lengths: half as many is an estimate.
+            # A sample longer than this runs alone. The number of samples that fit depends on their lengths, so the
+            # returned half of it is an estimate.
             tokens = ceil_div(sizes.micro_batch_tokens, 2)
             return dataclasses.replace(sizes, micro_batch_tokens=tokens), ceil_div(before, 2)
         # All ranks use the same size, so the rank with the most micro-batches determines it.
@@ -307,7 +309,7 @@ class RunSizes:
         name = trial.context.strategy.capabilities.name
         message = (
             f"micro_batch_size='auto' cannot try sizes on accelerators with strategy {name!r}. If a rank ran out of "
-            f"memory, others would wait forever. Memory was not planned either{reason and f' ({reason})'}. "
+            f"memory, other ranks would hang. Memory was not planned either{reason and f' ({reason})'}. "
             "Set micro_batch_size, or plan it: anybatch.sizes.Auto(largest=planned_largest(...))."
         )
         raise CompositionError(message)
@@ -328,7 +330,7 @@ class RunSizes:
 
         def ask() -> int | str | None:
             try:
-                return None if first.whole is None else plan(first.whole, first.share)
+                return None if first.loaded is None else plan(first.loaded, first.share)
             except PlanError as error:
                 return str(error)
 
@@ -354,13 +356,13 @@ class _FirstBatch:
         self.num_samples = planned.units[0].num_samples if planned.units else 0
         shares = [sum(unit.num_samples for unit in units) for units in planned.plan.shares]
         self.share = max(shares)
-        self.whole: Batch | None = None
+        self.loaded: Batch | None = None
 
     def load(self) -> bool:
         """Load this rank's share; return whether it can be sliced."""
-        self.whole = next(self._loading, None)
+        self.loaded = next(self._loading, None)
         try:
-            return self.whole is None or count_samples(self.whole) == self.num_samples
+            return self.loaded is None or count_samples(self.loaded) == self.num_samples
         except DataError:  # a collate function may return any structure
             return False
 
@@ -368,4 +370,4 @@ class _FirstBatch:
         """Return the first micro-batches of `size` samples, at most `max_number`."""
         starts = range(0, self.num_samples, size)[:max_number]
         # Copies, since a loss may change its batch in place, and the same samples run again.
-        return [copied(slice_samples(self.whole, start, start + size)) for start in starts]
+        return [copied(slice_samples(self.loaded, start, start + size)) for start in starts]
