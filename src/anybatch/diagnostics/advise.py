@@ -28,12 +28,12 @@ MIN_GAIN = 0.05
 class AdviceRow:
     """The cost of reaching the same loss with one batch size, relative to the cost with the current batch size."""
 
-    name: str  # why it is in the table
+    name: str  # "half", "now", "twice" or "best"
     size: float  # in samples
     steps: float
     samples: float
     seconds: float
-    interval: tuple[float, float]  # of `seconds`, from both ends of the noise scale's interval
+    interval: tuple[float, float]  # `seconds` at both ends of the noise scale's interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +82,12 @@ class Advice:
 
     @property
     def gain(self) -> float:
-        """The fraction of the time to a loss that the best batch size saves over the current one."""
+        """The fraction of the time to a loss that the best batch size saves, compared with the current size."""
         return 1.0 - self._cost.seconds(max(1.0, self.best), by=self.size)
 
     @property
     def gain_of_accumulating(self) -> float:
-        """Fraction of the time that the best size saves over one micro-batch per rank; 0 if it is not larger."""
+        """Fraction of the time that the best size saves over one micro-batch per rank; 0 unless it is larger."""
         alone = self.micro_batch_size * self.num_ranks
         return 0.0 if self.best <= alone else 1.0 - self._cost.seconds(self.best, by=alone)
 
@@ -160,7 +160,7 @@ class Advice:
 
     def _row(self, name: str, size: float) -> AdviceRow:
         low, high = self.interval
-        # A million times the batch size stands for infinity.
+        # Instead of infinity, use a million times the batch size.
         ends = [self.cost.at(min(end, 1e6 * self.size)).seconds(size, by=self.size) for end in (low, high)]
         cost = self._cost
         return AdviceRow(
@@ -192,7 +192,7 @@ class Advice:
         alone, gain = self.micro_batch_size * self.num_ranks, self.gain_of_accumulating
         pieces = f"{alone:,} samples, one micro-batch" + (" on each rank" if self.num_ranks > 1 else "")
         if not self.is_known and gain < MIN_GAIN:
-            return f"It is not known yet whether accumulating pays (the noise scale has no upper bound) over {pieces}."
+            return f"Unknown yet: whether accumulating is faster than {pieces} (the noise scale has no upper bound)."
         pays = "pays" if gain >= MIN_GAIN else "hardly pays" if gain > 0 else "does not pay"
         verdict = f"Accumulating {pays} here: it reaches a loss in {gain:.0%} less time than {pieces}."
         if gain >= MIN_GAIN:
@@ -224,7 +224,7 @@ def advise(
     *,
     steps: int = 200,
 ) -> Advice:
-    """Find the effective batch size that pays off, from the gradient noise and the step time on this machine.
+    """Find the effective batch size that reaches a loss fastest, from gradient noise and step times on this machine.
 
     ```python
     engine = ab.Engine(model, optimizer, loss, micro_batch_size=32, noise=GradientNoise(every=2))
@@ -289,8 +289,8 @@ def _cost(noise_scale: float, steps: Sequence[tuple[int, RankSeconds]]) -> Batch
     """Return the cost model for steps of (samples, seconds)."""
     return BatchCost(
         critical_batch_size=noise_scale,
-        overhead_seconds=statistics.median(max(0.0, one.whole - one.load - one.compute) for _, one in steps),
-        seconds_per_sample=statistics.median((one.load + one.compute) / number for number, one in steps),
+        overhead_seconds=statistics.median(max(0.0, step.whole - step.load - step.compute) for _, step in steps),
+        seconds_per_sample=statistics.median((step.load + step.compute) / number for number, step in steps),
     )
 
 
@@ -322,7 +322,7 @@ def _advice_from_log(path: Path) -> Advice:
         num_measured=len(noises),
         num_ranks=num_ranks,
         device=str(start.get("device", "")),
-        # A schedule may have lowered the rate, so the largest one is the configured one.
+        # A schedule may have lowered the learning rate, so the largest logged rate is the configured rate.
         learning_rate=max(float(line["learning_rates"][0]) for line in steps),
     )
 

@@ -27,7 +27,7 @@ _CODES = {"joint": "joint_loss", "encode": "joint_loss", "inputs": "couples_samp
 def find_causes(runs: GradientRuns, coupling_modules: Sequence[str], tolerance: float) -> Iterator[CheckFinding]:
     """Yield every reason why micro-batches do not add up to the gradient of the batch.
 
-    As a side effect, modules that couple samples stay in evaluation mode in the copy of the model.
+    As a side effect, coupling modules (their output for a sample depends on other samples) stay in evaluation mode.
     """
     by_name = dict(runs.modules.named_modules())
     runs.in_evaluation |= {by_name[name] for name in coupling_modules}
@@ -44,8 +44,8 @@ def find_causes(runs: GradientRuns, coupling_modules: Sequence[str], tolerance: 
     if not (found or in_training):
         yield CheckFinding(
             code="unexplained",
-            observation="neither the layers, the random numbers, state kept by modules, the model's inputs nor the "
-            "loss explain the difference.",
+            observation="the cause is unknown: it is not in the layers, the random numbers, state kept by modules, the "
+            "model's inputs or the loss.",
             change=(
                 "look at the parameter that differs most, and at uses of the batch size in the forward; if the loss "
                 "joins neighbouring samples, such as pairs, let each group be one sample."
@@ -54,13 +54,13 @@ def find_causes(runs: GradientRuns, coupling_modules: Sequence[str], tolerance: 
 
 
 def find_obstacle(runs: GradientRuns, tolerance: float) -> CheckFinding | None:
-    """Return the finding that gradients differ even without a split and cannot be compared; None if they can."""
+    """Return the finding that prevents a comparison of the gradients; None if they can be compared."""
     difference = relative_error(runs.unsplit_gradient(), runs.unsplit_gradient())
     if not difference <= tolerance:
         return CheckFinding(
             code="unrepeatable",
             observation=f"two runs of the same samples differ by {difference:.1e}: the model or the loss draws from a "
-            "generator that no seed reaches, or keeps numbers outside of modules and computes with them.",
+            "generator that cannot be seeded here, or computes with numbers that it keeps outside of modules.",
             change="draw from torch, or from the global generators of Python or numpy; keep numbers in buffers.",
         )
     sources = sorted(runs.draws.unknown) if runs.draws is not None else []
@@ -203,7 +203,7 @@ def _check(runs: GradientRuns, precision: str, micro_batch_sizes: Sequence[int] 
     repeaters: Sequence[RepeatedDraws | None] = (None,)
     if (randomness := _randomness(runs, traits.random_modules, tolerance)) is not None:
         findings.append(randomness)
-        # If samples are not on the first axis, or drawn in a loop, only one constant number is the same in any split.
+        # If samples are not on the first axis, or are drawn in a loop, only constant draws are equal in any split.
         repeaters = (RepeatedDraws(), RepeatedDraws(constant=True))
     # Uneven splits, because an even split hides faults that divide by the number of micro-batches.
     sizes = micro_batch_sizes or sorted({1, round(num_samples * 0.4), round(num_samples * 0.6)})
@@ -253,7 +253,7 @@ def _measure_all(
     tolerance: float,
     repeaters: Sequence[RepeatedDraws | None],
 ) -> tuple[SplitResult, ...]:
-    """Measure all splits with the first repeater under which their gradients agree; if none does, with the first."""
+    """Measure all splits; return the results of the first repeater with equal gradients, or else of the first one."""
     results = []
     for draws in repeaters:
         runs.draws = draws
@@ -293,8 +293,8 @@ def _randomness(runs: GradientRuns, modules: Sequence[str], tolerance: float) ->
         code="randomness",
         where=where,
         observation=(
-            f"{source} random numbers, which were fixed here: a sample gets the same ones in any split. In training, "
-            "another split draws other numbers from the same distribution, which is not a fault."
+            f"{source} random numbers, which were fixed for this check: a sample gets the same numbers in any split. "
+            "In training, another split draws other numbers from the same distribution, which is not a fault."
         ),
         change="nothing has to be changed; with rng='per_sample' every sample keeps its own numbers in any split.",
     )

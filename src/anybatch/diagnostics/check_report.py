@@ -68,7 +68,7 @@ class CheckFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The unsplit batch against several splits, and the reasons for differences. `print(report)` shows all of it.
+    """The unsplit batch compared with several splits, and the causes of differences; `print(report)` shows everything.
 
     Attributes:
         num_samples: samples in the batch.
@@ -97,7 +97,7 @@ class CheckReport:
 
     @property
     def reason(self) -> str | None:
-        """Why the verdict is "undecided"; None if it is not."""
+        """Why the verdict is "undecided"; None for any other verdict."""
         return next((finding.observation for finding in self.findings if finding.prevents_verdict), None)
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ class CheckReport:
 
 
 def describe_sizes(sizes: Sequence[int]) -> str:
-    """Return the sizes of micro-batches in short: `2 x 5 + 2` is two of 5 samples and one of 2."""
+    """Return the sizes of micro-batches as a short text: `2 x 5 + 2` is two of 5 samples and one of 2."""
     runs = [(size, len(list(run))) for size, run in itertools.groupby(sizes)]
     return " + ".join(f"{number} x {size}" if number > 1 else str(size) for size, number in runs)
 

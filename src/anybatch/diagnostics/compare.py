@@ -22,7 +22,7 @@ from anybatch.testing.ranks import RankPool
 
 _MAX_SPREAD = 0.25
 _MAX_ROUNDING = 1e-4
-"""Relative error above which a gradient differs from the unsplit batch's; rounding in float32 or TF32 is smaller."""
+"""A larger relative error means a different gradient; rounding in float32 or TF32 causes a smaller error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class SetupResult:
         return self.quartiles[1] - self.quartiles[0] > _MAX_SPREAD * self.seconds_per_step
 
     def with_variance_of(self, native: "SetupResult") -> "SetupResult":
-        """Return a copy with the variance of `native` (the unsplit batch) if gradients are the same, else itself."""
+        """Return a copy with the gradient variance of `native` (the unsplit batch) if the gradients are equal."""
         if self.gradient_variance is not None or self.gradient_error is None or self.gradient_error > _MAX_ROUNDING:
             return self
         return dataclasses.replace(self, gradient_variance=native.gradient_variance)
@@ -70,7 +70,7 @@ class SetupResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonReport:
-    """Ways of using devices, side by side. `print(report)` shows the table.
+    """Measurements of several training setups. `print(report)` shows the table.
 
     Attributes:
         title: first line of the report.
@@ -140,7 +140,7 @@ class ComparisonReport:
             found.append(f"all of these have the gradient of the unsplit batch (relative error at most {worst:.0e}).")
         if "DataParallel" in by_name and by_name["DataParallel"].reserved_bytes is None:
             found.append(
-                "DataParallel ran its replicas one after another, as there are no GPUs: read DDP's time instead."
+                "DataParallel ran its replicas one after another, because there are no GPUs: use DDP's time instead."
             )
         if varying := sum(one.varies for one in self.results):
             found.append(

@@ -59,7 +59,7 @@ class ReduceEveryMicroBatch(DDP):
         """Return a context in which gradients are reduced."""
         for parameter in self._parameters:
             if parameter.grad is not None:
-                # This sum over ranks is about to be summed over ranks again.
+                # .grad is already a sum over ranks, and DDP sums it over ranks again.
                 parameter.grad /= self._world.size
         return super().micro_batch(replace(turn, last=True))
 
@@ -137,7 +137,7 @@ class _SetupMeasurement:
         figures.reason = reasons[0] if reasons else ""
 
     def _run_native_batch(self) -> None:
-        """Compute the unsplit batch's gradient in plain PyTorch, and find modules whose draws depend on the split."""
+        """Compute the gradient of the unsplit batch in plain PyTorch, and find the modules that draw random numbers."""
         found: Sequence[str] = ()
         train = self._train()
         modules = collect_modules(train.model, declared(train.loss))
@@ -151,7 +151,7 @@ class _SetupMeasurement:
         self._random_modules = self._world.gather_objects(tuple(found))[0]
 
     def _measure_once(self, setup: TrainingSetup, figures: RankFigures) -> None:
-        """Measure memory, bytes sent and gradients, which do not depend on the clock."""
+        """Measure memory, bytes sent and gradients; unlike times, one measurement suffices."""
         self._measure_memory(setup, figures)
         clock = PhaseClock(self._world.device, waits=False)
         with self._engine(setup, observer=clock) as engine:
@@ -214,7 +214,7 @@ class _SetupMeasurement:
             recording = record_memory(engine)
             with recording:
                 engine.step(batch)
-            # DDP allocates its buckets in C++, where the recording does not see them.
+            # DDP allocates its buckets in C++, which the recording does not cover.
             buckets = self._gradient_bytes if setup.strategy in ("ddp", None) else 0
             tensor_bytes = recording.report.timeline.peak_bytes + buckets
             used = [one for one in map(memory_in_use, self._devices()) if one is not None]
@@ -232,7 +232,7 @@ class _SetupMeasurement:
 
 
 def _parts(whole: CachedBatch, setup: TrainingSetup) -> Iterator[EffectiveBatch]:
-    """Split a batch into batches of `setup.num_samples` samples, one for each update; skip a smaller rest."""
+    """Split a batch into batches of `setup.num_samples` samples, one for each update; skip a smaller last batch."""
     number = len(whole.sample_ids)
     if setup.num_samples >= number:
         yield whole
@@ -255,7 +255,7 @@ def variance_of(gradients: Sequence[Gradients]) -> float | None:
     `sum |g_i - m|^2 / (n - 1) / |m|^2`, with n gradients and their mean m; None for fewer than two.
     """
     number = len(gradients)
-    if number < 2:  # noqa: PLR2004 (a variance needs two)
+    if number < 2:  # noqa: PLR2004 (a variance needs two gradients)
         return None
     distance = size = 0.0
     for name in gradients[0]:

@@ -64,9 +64,9 @@ def training_setups(*, effective_batch_size: int, micro_batch_size: int, num_dev
         share = ceil_div(num_samples, num_ranks)
         unmeasured = ""
         if uses_all and num_devices == 1:
-            unmeasured = "it needs several devices, and one is used"
+            unmeasured = "it needs several devices, but only one is used"
         elif kind == "micro-batches" and micro_batch_size >= share:
-            unmeasured = f"a share of {share} samples is one micro-batch, so nothing is accumulated"
+            unmeasured = f"the {share} samples of a rank are one micro-batch, so nothing is accumulated"
         setups.append(
             TrainingSetup(
                 name=name,

@@ -37,7 +37,7 @@ from anybatch.parallel.world import World
 class ForwardTraits:
     """Properties of modules observed in one forward: names of modules, in the order in which they finished."""
 
-    random_modules: tuple[str, ...]  # modules that drew random numbers, and none of whose submodules did
+    random_modules: tuple[str, ...]  # innermost modules that drew random numbers
     coupling_modules: tuple[str, ...]  # innermost modules whose output for a sample depends on other samples
     narrowest_dtype: torch.dtype | None  # of all outputs of modules; None without floating-point outputs
 
@@ -53,7 +53,7 @@ def find_traits(modules: nn.Module, run: Callable[[], object], num_samples: int)
         states[module] = _state()
 
     def after(module: nn.Module, _args: object, output: object) -> None:
-        # For any module, a draw shows only in the changed state of the generator.
+        # A changed state of the generator is the only sign of a draw that works for any module.
         if states[module] != _state():
             drew.append(module)
         # A module may return something other than a batch.
@@ -80,14 +80,14 @@ def _state() -> bytes:
 
 
 def _innermost(found: dict[nn.Module, None]) -> Iterator[nn.Module]:
-    """Yield the modules none of whose submodules are among them."""
+    """Yield the modules that do not contain another of these modules."""
     for module in found:
         if not any(child in found for child in module.modules() if child is not module):
             yield module
 
 
 class RepeatedDraws:
-    """Makes every forward draw the same random numbers: torch per sample, Python and numpy from the same seed.
+    """Makes every forward draw the same random numbers: for each sample in torch, from one seed in Python and numpy.
 
     If `constant`, every draw of torch returns the same number, see `FixedDraws`.
     """
@@ -122,7 +122,7 @@ class RepeatedDraws:
         handles: list[Any] = []
 
         def repeated(function: LossFunction) -> LossFunction:
-            if isinstance(function, nn.Module):  # hooks, so that it stays a module with parameters; it is a copy
+            if isinstance(function, nn.Module):  # a copy; with hooks it stays a module with parameters
                 handles.append(function.register_forward_pre_hook(lambda *_: self._restart()))
                 handles.append(function.register_forward_hook(lambda *_: self._record()))
                 return function
@@ -153,7 +153,7 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 
 @dataclass(slots=True)
 class GradientRuns:
-    """A model, a loss and a batch in one floating-point dtype, on the CPU."""
+    """Computes gradients of a model and a loss on one batch repeatedly, in one floating-point dtype, on the CPU."""
 
     model: Model  # a copy of the user's model
     loss: Loss
@@ -181,7 +181,7 @@ class GradientRuns:
     def unsplit_gradient(self, *, seed: int | None = None) -> Gradients:
         """Return the gradient of the un-split batch: one forward, one backward, no engine.
 
-        A BatchNorm policy changes what the model computes; then the engine runs the batch as one micro-batch.
+        With a BatchNorm policy (`norms`), which changes the model, the engine runs the batch as one micro-batch.
         """
         if self.norms not in (None, "keep"):
             return self.split(self.num_samples, seed=seed)
@@ -216,7 +216,7 @@ class GradientRuns:
             engine.close()
 
     def diagnosis(self) -> tuple[Verdict, Diagnosis] | None:
-        """Check the declaration of the loss on a few samples, as the engine's first step does; None if it is right.
+        """Check the declaration of the loss on a few samples, as the engine's first step does; return None if correct.
 
         BatchNorm is not examined.
         """
@@ -252,7 +252,7 @@ class GradientRuns:
     def changed_by_forward(self, tolerance: float) -> list[str] | None:
         """Return the buffers and attributes of modules that a forward changes and that affect the next gradient.
 
-        None if a second forward gives the same gradient; an empty list if not, but the state is in no module.
+        None if a second forward gives the same gradient; empty if it gives another one without any change in modules.
         """
         with self._restored(self.seed) as draws:
             # All three forwards draw the same numbers, so that only kept state can change the gradient.
@@ -290,8 +290,8 @@ class GradientRuns:
     def _output(self, batch: Batch) -> Any:  # noqa: ANN401 (the result of the user's loss function)
         """Return the loss function's output for the un-split batch."""
         encode = self.loss.kind.encode
-        given = batch if encode is None else self._called(encode, batch)
-        return self._called(self.loss.function, given)
+        inputs = batch if encode is None else self._called(encode, batch)
+        return self._called(self.loss.function, inputs)
 
     def _called(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (as the user's)
         return function(self.model, batch) if self.draws is None else self.draws.call(function, self.model, batch)
@@ -367,12 +367,12 @@ def _attributes(owner: object) -> dict[str, Any]:
 def _differs(one: Any, other: Any) -> bool:  # noqa: ANN401 (any attribute of a module)
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return not torch.equal(one, other)
-    # `repr` alone would leave out the middle of large tensors.
+    # Compare containers by element, because `repr` abbreviates large tensors.
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() != other.keys() or any(_differs(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple | deque) and isinstance(other, list | tuple | deque):
         return len(one) != len(other) or any(map(_differs, one, other))
-    return repr(one) != repr(other)  # other containers may contain tensors, whose comparison is no single bool
+    return repr(one) != repr(other)  # `==` fails for objects that contain tensors
 
 
 def _computed_attributes(modules: nn.Module) -> dict[int, torch.Tensor]:

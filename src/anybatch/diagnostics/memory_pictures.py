@@ -47,7 +47,7 @@ def colours_of(names: Iterable[str]) -> dict[str, str]:
     """Return a colour for each name, the same in figures and on terminals.
 
     Shades of the palette of Okabe and Ito, which colour-blind readers can distinguish. Persistent categories have cool
-    colours, temporary ones warm colours; other names get other colours in order.
+    colours, and temporary categories warm colours; unknown names get the remaining colours in order.
     """
     others = itertools.cycle(_OTHER_COLOURS)
     return {name: _COLOURS.get(name) or next(others) for name in names}

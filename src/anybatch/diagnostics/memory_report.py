@@ -1,4 +1,4 @@
-"""Measured memory of a step: over time, by purpose, and how much is left."""
+"""Measured memory of a step: over time, by purpose, and how much of the device remains free."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -45,7 +45,7 @@ class AllocatorReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryReport:
-    """The memory of the steps that were recorded. `print(report)` shows all of it.
+    """The memory of the recorded steps. `print(report)` shows the peak by purpose.
 
     Attributes:
         timeline: memory of tensors at each moment, with marks where micro-batches begin.
@@ -112,7 +112,7 @@ class MemoryReport:
         draw_memory(self.timeline, picture, Path(path))
 
     def __str__(self) -> str:
-        """Return the peak, its bars, and the memory left."""
+        """Return the peak, bars of its parts, and the memory that remains free."""
         operation = self.timeline.operations[self.timeline.peak_moment]
         lines = [self._steps_text, self._peak_text + f", by {operation}" * bool(operation)]
         lines += [memory_bars(self.at_peak, self.limit_bytes), counting_text(self.counted)]
@@ -231,7 +231,7 @@ class MemoryRecording:
             self._register_resident()
 
     def _register_resident(self) -> None:
-        """Register the engine's permanent memory; memory allocated within a phase is classified at its end."""
+        """Register the engine's permanent memory; the end of each phase calls this for memory allocated in it."""
         for category, tensors in self._engine.resident_tensors().items():
             self._ledger.categorize(category, tensors)
 

@@ -14,7 +14,7 @@ from anybatch.parallel.world import World
 
 
 def spec_for_repeated_steps(train: TrainSpec) -> TrainSpec:
-    """Return a copy for repeated and shorter steps: no scheduler, no check of the loss."""
+    """Return a copy of the spec for repeated and smaller steps: no scheduler, no check of the loss."""
     return dataclasses.replace(
         train,
         scheduler=None,  # the schedule would end
@@ -73,7 +73,7 @@ class BatchSubset:
 
 
 class Unreduced(LocalSums):
-    """Runs a rank's share without summing over ranks, to measure the time of the reduction; it trains wrongly."""
+    """Runs a rank's share without summing over ranks, to measure the time of the reduction; updates are wrong."""
 
     capabilities = Capabilities(name="unreduced", feature=Feature.ALL_REDUCE, replicas=True)
 

@@ -20,7 +20,7 @@ _MAX_WAIT_SECONDS = 900.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleReport:
-    """What keeps N ranks from being N times as fast as one. `print(report)` shows all of it."""
+    """The reasons why N ranks are not N times as fast as one. `print(report)` shows the tables and the causes."""
 
     evidence: ScalingEvidence
     causes: tuple[Cause, ...]
@@ -68,7 +68,7 @@ class ScaleReport:
         }
         lines = columns([["  " + name, *row] for name, row in rows.items()])
         if last.device == "cpu" and last.parts.world_size > self.num_cores:
-            shared = f"{last.parts.world_size} ranks share {self.num_cores} cores: no strategy makes this linear."
+            shared = f"{last.parts.world_size} ranks share {self.num_cores} cores, so they cannot scale linearly."
             lines += ["", f"{shared} Measure with a core or a device per rank."]
         return lines
 
@@ -124,18 +124,18 @@ def measure_scaling(
     alone; with other bucket sizes; with larger micro-batches. Steps that load their samples run separately. All have
     the same effective batch size, so each of N ranks has an Nth of it.
 
-    Exposed communication is the time that reduction adds to a step. Waiting for data is the wait that loading adds to
-    a step whose samples are loaded beforehand.
+    Exposed communication is the time that reduction adds to a step. Waiting for data is the time that loading adds to
+    a step, compared with a step whose samples are loaded beforehand.
 
     Args:
         train: function () -> a new `TrainSpec`; must be picklable, like `MeasuredJob.train_spec`.
-        data: function of `steps` that returns a function of `num_workers` that returns the effective batches; must be
-            picklable, like `MeasuredJob.data`.
+        data: function (steps) -> function (num_workers) -> the effective batches; must be picklable, like
+            `MeasuredJob.data`.
         num_ranks: number of ranks; one rank is always measured too.
         settings: settings of the run; None: the defaults of `anybatch train`.
         bucket_sizes: bytes of the buckets to try; None: 1, 5, 25, 50 and 100 MiB, and parts of the gradients.
         max_seconds: approximate seconds of interleaved steps.
-        num_cores: number of cores shared by the ranks; None: those that this process may use.
+        num_cores: number of cores shared by the ranks; None: the number of cores that this process may use.
         on_progress: function (text) that receives the progress in another process; must be picklable.
 
     Raises:

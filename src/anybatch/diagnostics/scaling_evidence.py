@@ -31,7 +31,7 @@ class StepBreakdown:
     copies: float  # to the device; on a CPU the time to hand over a micro-batch
     compute: float  # forwards and backwards, mean of the ranks
     queued: float  # waiting for a core, mean of the ranks; not included in compute
-    communication: float  # a step with reduction minus one without, the slowest rank of each
+    communication: float  # the slowest rank with reduction minus the slowest rank without
     stragglers: float  # the slowest rank minus the mean, without reduction
     update: float  # with clipping, mean of the ranks
 
@@ -85,7 +85,7 @@ class ScalingEvidence:
     reduction: Difference  # extra time with reduction; 0 on one rank
     buckets: tuple[BucketTrial, ...]  # from the smallest to the largest size; empty on one rank
     current_bucket: BucketTrial | None  # None on one rank
-    larger_micro_batch: Difference | None  # saved if a share is one micro-batch; None if it is one already
+    larger_micro_batch: Difference | None  # saved by one micro-batch per rank; None if a rank has only one already
     link: Link | None  # None on one rank
     gradient_bytes: int  # of all gradients on one rank
     slowest_rank: int
@@ -102,7 +102,7 @@ class ScalingEvidence:
 
     @property
     def best_bucket(self) -> BucketTrial | None:
-        """The recommended bucket size: the current one, or the smallest of the fastest if these are surely faster."""
+        """The smallest of the fastest bucket sizes if the current size is surely slower, else the current size."""
         if self.current_bucket is None or not self.current_bucket.longer.is_sure:
             return self.current_bucket
         return next((one for one in self.buckets if not one.longer.is_sure), self.current_bucket)
@@ -306,7 +306,7 @@ def _buckets(evidence: ScalingEvidence, settings: RunSettings) -> Iterator[Cause
     current, best = evidence.current_bucket, evidence.best_bucket
     if current is None or best is None or best is current:
         return
-    # More than the time of these messages alone is noise.
+    # A gain above the time of the messages is noise.
     gain = min(current.longer.seconds - best.longer.seconds, _max_message_seconds(evidence, current.cut.num_buckets))
     size = best.cut.sizes[0]
     code = "tiny_buckets" if current.cut.num_buckets > best.cut.num_buckets else "giant_buckets"
@@ -326,18 +326,18 @@ def _link_causes(evidence: ScalingEvidence) -> Iterator[CauseFields]:
     latency, rate = num_messages * link.latency_seconds, evidence.gradient_bytes / link.bytes_per_second
     of_latency = left * latency / (latency + rate)
     larger = f"a larger effective batch, if training allows: twice the samples per message save {_ms(left / 2)}"
-    what = f"{num_messages} messages of {_ms(link.latency_seconds)} each, without gradients"
+    what = f"{num_messages} messages with a latency of {_ms(link.latency_seconds)} each"
     yield "high_latency", of_latency, what, larger, left / 2
     size, speed = in_bytes(evidence.gradient_bytes), in_bytes(round(link.bytes_per_second))
     what = f"{size} of gradients at {speed}/s: {_ms(rate)} a step"
-    change = f'DDP(compression="bf16"), which halves them and rounds gradients once per rank; or {larger}'
+    change = f'DDP(compression="bf16"), which halves the bytes and rounds gradients once per rank; or {larger}'
     yield "slow_link", left - of_latency, what, change, left / 2
 
 
 def _max_message_seconds(evidence: ScalingEvidence, num_buckets: int) -> float:
     """Return the maximum seconds that messages add to a step; a longer delay comes from waiting for slow ranks.
 
-    Messages that overlap with a backward may take twice as long as without it.
+    Messages that overlap with a backward may take twice as long as messages that do not.
     """
     if evidence.link is None:
         return 0.0

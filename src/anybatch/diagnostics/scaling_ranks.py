@@ -119,7 +119,7 @@ class RankTimes:
 
 
 class RankMeasurement:
-    """The measurement on one rank, simultaneous on all ranks; `measure_scaling` describes the arguments."""
+    """The measurements on one rank, run by all ranks simultaneously; `measure_scaling` describes the arguments."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class RankMeasurement:
                 for _ in range(num_steps):
                     begun = time.perf_counter()
                     batch = next(run)
-                    # A stream loads samples in `next`.
+                    # A stream loads its samples in `next`, not in the step.
                     wait = time.perf_counter() - begun
                     step = clock.timed(lambda batch=batch: engine.step(batch))  # type: ignore[misc]
                     found.append(dataclasses.replace(step, load=step.load + wait, whole=step.whole + wait))
@@ -248,7 +248,7 @@ class RankMeasurement:
             for kind in list(kinds)[:: -1 if number % 2 else 1]:
                 self._barrier()
                 if kind in engines:
-                    # One cached batch for each micro-batch size, so that it is loaded once.
+                    # Cache one batch for each micro-batch size, so that its samples are loaded only once.
                     size = -1 if kind == ALONE else kinds[kind].micro_batch_size
                     batch = cached.setdefault(size, CachedBatch(self._batches[0]))
                     step = clocks[kind].timed(lambda kind=kind, batch=batch: engines[kind].step(batch))  # type: ignore[misc]

@@ -11,7 +11,7 @@ from anybatch.events.jsonl import read_jsonl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpikeReport:
-    """The spikes of a log. Prints one line for each."""
+    """The spikes of a log. `print(report)` shows one line for each spike."""
 
     num_steps: int
     spikes: tuple[Spike, ...]

@@ -66,7 +66,7 @@ _LegendPosition = Literal["outside right upper", "outside right lower"]
 
 
 def draw(timeline: MemoryTimeline, picture: MemoryPicture, path: Path) -> None:
-    """Draw a timeline into a file, with fixed matplotlib settings; the user's are restored."""
+    """Draw a timeline into a file with fixed matplotlib settings, and restore the user's settings."""
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(cast("Any", _SETTINGS))

@@ -70,7 +70,7 @@ class PhaseClock:
         self._num_samples = 0
 
     def observe(self, record: Record, /) -> None:
-        """Note the time if the record begins or ends a part."""
+        """Read the clock if the record begins or ends a part of the step."""
         match record:
             case ReductionRecord(event="begin", payload="gradients"):
                 self._messages.append(record.num_bytes)

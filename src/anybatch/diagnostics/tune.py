@@ -38,11 +38,11 @@ class SizeResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneReport:
-    """Samples per second and memory by micro-batch size. `print(report)` shows it.
+    """Samples per second and memory by micro-batch size. `print(report)` shows the table.
 
     Attributes:
         num_samples: samples of a step.
-        device: where it was measured.
+        device: name of the device that was measured.
         sizes: one result for each size, in ascending order.
         num_batch_norms: number of BatchNorm layers that normalise within each micro-batch; with such layers, a split
             changes the training.
@@ -137,9 +137,9 @@ def tune(
     ```
 
     The largest size runs first. If a size takes more than twice the shortest time, smaller sizes are not tried. The
-    result is the median over all rounds but the first. The batch is loaded beforehand; a step is forwards, backwards
-    and update. Memory is the peak of tensors, with weights, gradients and optimizer state: as counted by the allocator
-    on CUDA, and in a separate untimed run of two micro-batches on a CPU.
+    result is the median over all rounds but the first. The batch is loaded beforehand; the timed step is forwards,
+    backwards and the update. Memory is the peak of tensors, with weights, gradients and optimizer state: counted by the
+    allocator on CUDA, and in a separate untimed run of two micro-batches on a CPU.
 
     Args:
         train: a `TrainSpec` with a new model: it is trained for some steps, without scheduler and loss check.
@@ -247,7 +247,7 @@ class _StepTimer:
         times: list[float] = []
         try:
             with self._engine(size) as engine:
-                # The first step allocates the optimizer's state and warms the caches; only the second one is timed.
+                # The first step allocates the optimizer's state and warms the caches, so only later steps are timed.
                 if self._timed(engine, _two_micro_batches(self._batch, size), size, 1):
                     times = self._timed(engine, self._batch, size, _MAX_STEPS)
         except (torch.OutOfMemoryError, MemoryExhaustedError):
@@ -276,7 +276,7 @@ class _StepTimer:
 
 
 def _two_micro_batches(batch: EffectiveBatch, size: int) -> EffectiveBatch:
-    """Return a batch of a full micro-batch and the last one, which may be smaller: all shapes of the whole batch."""
+    """Return a batch with all shapes of micro-batches: a full one, and the last one, which may be smaller."""
     number = len(batch.sample_ids)
     if number <= 2 * size:
         return batch

@@ -45,7 +45,7 @@ def test_ways_that_cannot_run_have_a_reason() -> None:
     assert {name for name, way in alone.items() if not way.unmeasured} == {"small batch", "native", "accumulated"}
     assert "several devices" in alone["DDP"].unmeasured
     whole = ways(effective=4, micro=2)
-    assert "a share of 2 samples is one micro-batch" in whole["DDP accumulated"].unmeasured
+    assert "the 2 samples of a rank are one micro-batch" in whole["DDP accumulated"].unmeasured
     assert not whole["accumulated"].unmeasured
     for sizes, code in (
         ((4, 5, 1), "size_out_of_range"),
@@ -130,7 +130,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(words.split()) == Status.DONE
     printed = capsys.readouterr().out
     assert "accumulated, relative to native (unsplit)" in printed
-    assert "DDP: it needs several devices, and one is used" in printed
+    assert "DDP: it needs several devices, but only one is used" in printed
     assert len(json.loads(file.read_text(encoding="utf-8"))["results"]) == 3
 
 

@@ -1,4 +1,4 @@
-"""`check_loop`: run a loop on the probe model, on one rank or two, and judge its optimizer steps."""
+"""`check_loop`: run a loop on the probe (the test model), on one rank or two, and check its optimizer steps."""
 
 import dataclasses
 import itertools
@@ -34,23 +34,23 @@ def check_loop(
     ranks: Literal[1, 2] | None = None,
     time_limit_seconds: float = 20.0,
 ) -> LoopReport:
-    """Judge an unchanged training loop: do its steps use the same gradients as if their batches were not split?
+    """Check whether the steps of an unchanged training loop use the gradients of their unsplit batches.
 
     The loop is a function of a model, a loader or data set, and usually an optimizer and a number of accumulation
-    steps; `judged_loop.ROLES` has the names that parameters may have. It runs for two epochs on 31 samples in
-    micro-batches of 4, 3 for each step, on a model whose gradient shows the weight of each sample. A loop that uses
+    steps; `judged_loop.ROLES` lists the accepted parameter names. The loop runs for two epochs on 31 samples, with 3
+    micro-batches of 4 samples per step, on a model whose gradient shows the weight of each sample. A loop that uses
     torch.distributed runs on two processes with gloo.
 
-    It runs in a subprocess, in a temporary copy of the working folder: see `sandbox`.
+    The loop runs in a subprocess, in a temporary copy of the working folder: see `sandbox`.
 
     Args:
         function: the loop.
-        data: the kind of data, "classes", "values" or "tokens"; None: every kind that the loop can run on.
+        data: the kind of targets, "classes", "values" or "tokens"; None: every kind that the loop accepts.
         ranks: number of ranks; None: 2 if the loop uses torch.distributed, else 1.
         time_limit_seconds: a run of the loop that takes longer is stopped.
 
     Raises:
-        LoopError: a parameter is unknown, or the loop itself raised; the message has its traceback.
+        LoopError: a parameter is unknown, or the loop raised an error, whose traceback is in the message.
     """
     return check_named_loop(partial(_identity, function), data=data, ranks=ranks, time_limit_seconds=time_limit_seconds)
 
@@ -81,8 +81,8 @@ def _judge(
             function = find()
     except LoopStopped:
         message = (
-            f"importing the loop took more than {IMPORT_SECONDS:g} seconds and was stopped. If its file trains when "
-            'imported, put that under if __name__ == "__main__".'
+            f"importing the loop took more than {IMPORT_SECONDS:g} seconds and was stopped. If its file trains on "
+            'import, put the call under if __name__ == "__main__".'
         )
         raise LoopError(message) from None
     base_loop = read_loop(function, seconds)
@@ -94,7 +94,7 @@ def _judge(
         prepare_process(in_group=base_loop.uses_ranks)
     # Runs on several ranks come first, because forking processes after a backward is not safe everywhere.
     for kind, dtype in itertools.product(TARGET_KINDS if data is None else (data,), (torch.float64, torch.float32)):
-        # A loss for classes also accepts values; float32 is for loops with float32 tensors, such as class weights.
+        # Skip "values" if "classes" ran, whose loss also accepts values. Loops with float32 tensors need float32.
         if kind not in ran and (kind != "values" or not ran):
             loop = dataclasses.replace(base_loop, kind=kind, dtype=dtype)
             try:
@@ -126,13 +126,13 @@ def _traces_of(loop: JudgedLoop, num_ranks: int) -> Sequence[LoopTrace]:
 
 
 def run_on_rank(loop: JudgedLoop) -> bytes:
-    """Run a loop on every rank: a loader has the rank's share, a data set has all samples."""
+    """Run a loop on this rank: its loader has only the rank's part of the samples, but a data set has all samples."""
     rank, num_ranks, ids = dist.get_rank(), dist.get_world_size(), loop.ids
     set_launch_variables(rank, num_ranks)
     prepare_process(in_group=True)
     share = math.ceil(len(ids) / num_ranks)
     trace = loop.run(ids[rank * share : (rank + 1) * share] if "loader" in loop.needed else ids)
-    return pickle.dumps(trace)  # as bytes: shared memory would end with this process
+    return pickle.dumps(trace)  # as bytes, because tensors in shared memory would be freed with this process
 
 
 def _trace_from(outcome: RankOutcome) -> LoopTrace:
@@ -151,7 +151,7 @@ def _merge_reports(reports: Mapping[TargetKind, LoopReport]) -> LoopReport:
     if findings.keys() == report.codes and len({each.verdict for each in reports.values()}) == 1:
         return report
     verdicts = "; ".join(f"on {kind} {each.verdict}" for kind, each in reports.items())
-    remark = f"Judged on all data it can run on: {verdicts}. The table is for {worst}; choose the data with --data."
+    remark = f"Checked on each accepted kind of data: {verdicts}. The table is for {worst}; choose a kind with --data."
     return dataclasses.replace(
         report,
         findings=tuple(sorted(findings.values(), key=lambda finding: not finding.in_gradient)),

@@ -45,18 +45,18 @@ def judge(loop: JudgedLoop, traces: Sequence[LoopTrace]) -> LoopReport:
 
 
 class _Judge:
-    """Everything recorded about a loop, with one trace per rank, and the faults in it."""
+    """The traces of a loop, one per rank, and the faults found in them."""
 
     def __init__(self, loop: JudgedLoop, traces: Sequence[LoopTrace]) -> None:
         self.loop, self.traces = loop, traces
-        # Only loops on one rank are run again with other settings; any clipping changes gradients this large.
+        # A loop on one rank runs again with gradients so large that any clipping changes them, and with another seed.
         self.large_trace = loop.run(gain=LARGE_GAIN) if len(traces) == 1 else None
         with_other_seed = loop.run(seed=1).steps if len(traces) == 1 else []
         pairs = zip(traces[0].steps, with_other_seed, strict=False)
         self.is_random = any(not is_close(step.gradient, other.gradient) for step, other in pairs)
-        # Shares of ranks differ by one sample at most.
+        # All ranks have as many batches as the rank with the most samples, because the others have one sample less.
         batches_per_epoch = math.ceil(math.ceil(len(loop.ids) / len(traces)) / MICRO_BATCH_SIZE)
-        # A loop that counts steps may end anywhere.
+        # A loop that counts steps may end within an epoch.
         num_epochs = 0 if {"max_steps", "epochs"} & loop.needed == {"max_steps"} else NUM_EPOCHS
         for rank, trace in enumerate(traces):
             set_epochs(trace, rank, num_epochs, batches_per_epoch)
@@ -100,7 +100,7 @@ class _Judge:
             yield f"The loss has no gradient for these samples, so they have no weight: {ranges(hidden)}."
 
     def _window(self, step: Step) -> Window:
-        """Return a step for the report. Weights of a faulty step refer to gradients in a batch of all samples."""
+        """Return a step for the report; weights of a faulty step are relative to a batch of all samples."""
         rows = self.unit_gradients.of(tuple(step.ids)) if step.is_clean else None
         rows = self.unit_gradients.of(range(len(step.gradient))) if rows is None else rows
         seen = tuple(step.ids) if rows is None else visible(tuple(step.ids), rows)
@@ -120,7 +120,7 @@ class _Judge:
         self.findings.setdefault(code, finding)
 
     def _find(self) -> None:
-        """Find all faults. A fault that explains later symptoms hides them."""
+        """Find all faults; skip checks whose symptoms an earlier fault explains."""
         last_line = self.steps[-1].line if self.steps else None
         if not self.ended:
             value = f"still running after {len(self.traces[0].forwards)} forwards"
@@ -146,7 +146,7 @@ class _Judge:
         steps, expected, every = self.steps, self.accumulation_steps, self.micro_batches
         largest = min(MICRO_BATCH_SIZE, len(self.loop.ids))
         is_split = max(len(each.ids) for each in every) < largest and all(max(step.ids.values()) == 1 for step in steps)
-        if is_split or not self.loop.has_accumulation_steps:  # then no number of micro-batches is expected
+        if is_split or not self.loop.has_accumulation_steps:  # any number of micro-batches per step is correct
             return
         if expected > 1 and len(steps) > 1 and max(step.size for step in steps) == 1:
             self._add("steps_every_micro_batch", "1 micro-batch per step", expected, steps[0].line)
@@ -181,7 +181,7 @@ class _Judge:
         if "tail_carried" in self.findings:
             return
         lost = next((step.lost_tail for step in steps if step.lost_tail), ())
-        # If the loop was stopped, its last micro-batches may be without a step because of that.
+        # A stopped loop may not have reached the step of its last micro-batches.
         if not lost and self.ended and not any(trace.has_more_passes for trace in self.traces):
             lost = tuple(each for trace in self.traces for each in trace.forwards[trace.steps[-1].num_forwards :])
         if lost:
@@ -193,7 +193,7 @@ class _Judge:
         for step in self.steps:
             of_step = [each for each in step.micro_batches if each.rank == 0]
             for before, after in pairwise(forward.learning_rates for forward in of_step):
-                # An optimizer that the loop makes is recorded from its first step on, which makes the list longer.
+                # The list gets longer at the first step of an optimizer that the loop creates.
                 if len(before) == len(after) and before != after:
                     value = f"{before[0]:g} and {after[0]:g} in step {step.number}"
                     lines = of_step[0].line, step.line
@@ -227,7 +227,7 @@ class _Judge:
     def _find_total_faults(self, weighed: Sequence[tuple[Step, list[Share]]]) -> None:
         """Find faults in the sum of the weights of a step."""
         totals = [total_of(shares) for _, shares in weighed]
-        if not self.unit_gradients.scale_is_known:  # then relative to the first step's
+        if not self.unit_gradients.scale_is_known:  # compare with the total of the first step instead
             totals = [total / (totals[0] or 1.0) for total in totals]
         wrong = next((number for number, total in enumerate(totals) if not near(total, 1.0)), None)
         if wrong is None:
@@ -255,10 +255,10 @@ class _Judge:
             for sample in each.ids:
                 ranks[sample].add(each.rank)
         shared = sum(len(of_sample) > 1 for of_sample in ranks.values())
-        # If all samples occur equally often (two forwards per batch, say), that is intended.
+        # Equally frequent samples are intended, as with two forwards per batch.
         usual = min(seen.values(), default=1)
         twice = sorted({sample for (_, sample), times in seen.items() if times > usual})
-        # A sampler repeats a few samples; if at least half are shared, the data is not split between ranks at all.
+        # A DistributedSampler repeats a few samples; if at least half are on several ranks, the data are not split.
         if len(self.traces) > 1 and shared * 2 >= len(ranks):
             self._add("ranks_share_samples", f"{shared} of {total} samples on several ranks", "none", line)
         elif twice:
@@ -304,7 +304,7 @@ class _Judge:
                     self._add("not_unscaled", value, "the same gradient", scaled_step.line)
 
     def _find_unexplained(self) -> None:
-        """Find a step whose gradient differs from its unsplit gradient for another reason."""
+        """Find a step whose gradient differs from its unsplit gradient for a reason that no other check finds."""
         for step in self.steps if self.unit_gradients.scale_is_known else ():
             unsplit = step.gradient * 0
             if (rows := self.unit_gradients.of(tuple(step.ids))) is not None:
@@ -315,7 +315,7 @@ class _Judge:
 
 
 def _cause(shares: Sequence[Share], *, has_targets: bool) -> str:
-    """Return the code of the fault that makes shares differ from the expected ones; "" if they are proportional."""
+    """Return the code of the fault that explains the shares; "" if they are proportional to the expected shares."""
     by_rank: dict[int, list[float]] = defaultdict(list)
     for share in shares:
         by_rank[share.micro_batch.rank].append(share.found / share.expected)

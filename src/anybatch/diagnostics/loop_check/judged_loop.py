@@ -32,9 +32,9 @@ from anybatch.parallel.launchers import set_launch_variables
 from anybatch.parallel.torch_internals import HashStore
 
 MICRO_BATCH_SIZE, ACCUMULATION_STEPS, NUM_EPOCHS, NUM_SAMPLES = 4, 3, 2, 31
-"""On one rank and on two, the last micro-batch and the last window (the micro-batches of a step) are smaller."""
+"""On 1 rank and on 2, the last micro-batch and the last window (the micro-batches of a step) are not full."""
 SMALL_GAIN, LARGE_GAIN = 2.0**-20, 2.0**20
-"""Factors that make gradients so small that they are never clipped, or so large that they always are."""
+"""Factors that make gradients so small that they are never clipped, or so large that they are always clipped."""
 ROLES: Mapping[str, str] = MappingProxyType(
     {
         "model": r"model|net|network|module|ddp_model",
@@ -57,8 +57,8 @@ ROLES: Mapping[str, str] = MappingProxyType(
         "world_size": r"world_size",
     }
 )
-"""Role -> regular expression for the names of its parameters. A required parameter of another name is refused; an
-optional one keeps its default."""
+"""Role of a parameter -> regular expression for its name. A required parameter without a role is an error; an optional
+parameter without a role keeps its default."""
 _SETTINGS = frozenset({"accumulation_steps", "epochs", "max_steps", "micro_batch_size", "max_norm", "device", "scaler"})
 """Roles that the attributes of a settings object may have."""
 _GUESSES: tuple[tuple[str, Any], ...] = (
@@ -89,7 +89,7 @@ def read_loop(function: Callable[..., Any], time_limit_seconds: float) -> "Judge
         needed=frozenset(roles.values()) | settings,
         is_stream=bool(streams),
         uses_ranks=bool(names & _RANK_NAMES),
-        # Only a wrapped model has no_sync.
+        # The loop calls no_sync, a method of the wrapper, but does not wrap the model itself.
         expects_wrapper="no_sync" in names and "DistributedDataParallel" not in names,
         uses_scaler=any("scaler" in name.lower() for name in names),
     )
@@ -132,7 +132,7 @@ def _roles_in_signature(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def _names_used(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the names used by a function, and by functions and classes of its module; also real names of aliases."""
+    """Return the names used in a function and in its module's functions and classes, with real names of aliases."""
     names = set(inspect.signature(function).parameters)
     inner = inspect.unwrap(function)
     scope: Mapping[str, Any] = getattr(inner, "__globals__", {})
@@ -155,7 +155,7 @@ def _names_used(function: Callable[..., Any]) -> frozenset[str]:
 
 
 class GuessedSettings:
-    """A settings object: attributes with a known role have its value; others are guessed and recorded."""
+    """A settings object: attributes with a known role have the role's value; other values are guessed and recorded."""
 
     def __init__(self, values: Mapping[str, Any], guesses: dict[str, Any]) -> None:
         vars(self).update(_values=values, _guesses=guesses)
@@ -287,10 +287,10 @@ class JudgedLoop:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self.function(*bound.args, **bound.kwargs)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (any error of the user's)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (any error of the user's code)
             if isinstance(error, SystemExit) and error.code in {None, 0}:
                 return
-            trace = error.__traceback__  # without this frame, it begins in the user's loop
+            trace = error.__traceback__  # tb_next drops this frame, so that the traceback begins in the user's loop
             lines = traceback.format_exception(type(error), error, None if trace is None else trace.tb_next)
             raise LoopError("".join(lines).rstrip(), cause=type(error).__name__) from None
 
@@ -336,7 +336,7 @@ def prepare_process(*, in_group: bool) -> None:
     for name in ("synchronize", "set_device", "reset_peak_memory_stats", "init", "current_device"):
         setattr(torch.cuda, name, nothing)
     if in_group:
-        if not dist.is_initialized():  # a loop for several ranks also runs alone, to measure single gradients
+        if not dist.is_initialized():  # a loop for several ranks also runs alone, to measure unit gradients
             set_launch_variables(0, 1)
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         vars(dist).update(init_process_group=nothing, destroy_process_group=nothing)

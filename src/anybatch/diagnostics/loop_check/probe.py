@@ -123,7 +123,7 @@ class Recorder:
         self._compare_with_used()
         self.trace.ended = kind is not LoopStopped
         self.trace.has_more_passes = kind is LastPassStopped
-        return kind is not None and issubclass(kind, LoopStopped)  # the trace of a stopped loop is a result too
+        return kind is not None and issubclass(kind, LoopStopped)  # suppressed, because its trace is a valid result
 
     def one_pass(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a pass over the loader, and record its beginning and end."""
@@ -197,7 +197,7 @@ class Recorder:
         self.trace.steps.append(step)
 
     def _compare_with_used(self) -> None:
-        """Record whether the gradient of the last step was changed after it, and not only cleared."""
+        """Record the line of the last step if its gradient was changed afterwards, other than by clearing it."""
         if self._used is not None:
             gradient = self._unscaled(self._used[0])
             if gradient.any() and not is_close(gradient, self._used[1]):
@@ -228,7 +228,7 @@ class Recorder:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `LoopStopped` in the main thread after `seconds`; without effect on Windows."""
+    """Raise `LoopStopped` in the main thread after `seconds`; no-op on Windows."""
 
     def stop(*_: object) -> None:
         raise LoopStopped
@@ -265,10 +265,10 @@ _ABSENT_NAMES = frozenset({"edge_index", "edge_attr", "edge_weight", "batch", "p
 
 @dataclass(frozen=True, slots=True)
 class ProbeData:
-    """Samples with inputs that identify them, targets, and the outputs that the model has for them.
+    """Samples: inputs that identify them, their targets, and the model's outputs for them.
 
-    The kind is "classes" (one class per sample), "values" (one number per output) or "tokens" (a class per position,
-    of which a different number is masked in each sample).
+    The kind is "classes" (one class per sample), "values" (one number per output) or "tokens" (one class per position;
+    the number of masked positions varies between samples).
     """
 
     kind: TargetKind
@@ -282,7 +282,7 @@ class ProbeData:
 
 
 def make_data(kind: TargetKind, *, is_padded: bool = True, dtype: torch.dtype = torch.float64) -> ProbeData:
-    """Return the samples of a kind, always the same ones; unless `is_padded`, no targets are masked."""
+    """Return the samples of a kind, the same in each call; unless `is_padded`, no targets are masked."""
     generator = torch.Generator().manual_seed(5)
     num_positions = _NUM_POSITIONS if kind == "tokens" else 1
     outputs = torch.randn(NUM_ROWS, num_positions, _NUM_OUTPUTS, generator=generator, dtype=torch.float64).to(dtype)
@@ -303,7 +303,7 @@ def make_data(kind: TargetKind, *, is_padded: bool = True, dtype: torch.dtype = 
 
 
 class RowModel(nn.Module):
-    """The probe model, which finds the inputs among its arguments; given labels too, it also returns a loss."""
+    """The probe model, which finds the inputs among its arguments; if it finds labels, it also returns a loss."""
 
     def __init__(self, data: ProbeData, gain: float, recorder: Recorder) -> None:
         super().__init__()
@@ -378,7 +378,7 @@ class ModelOutput:
 
 
 class ProbeBatch(dict[str, Any]):
-    """A batch that can be unpacked as a pair, indexed by nearly any name, or asked for nearly any attribute."""
+    """A batch that can be unpacked as a pair, and that has nearly any key and attribute."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.values())
@@ -410,7 +410,7 @@ class ProbeBatch(dict[str, Any]):
 
 
 class ProbeLoader(DataLoader[Any]):
-    """A loader of `ProbeBatch` that records its passes, and can also be asked for one batch at a time."""
+    """A loader of `ProbeBatch` that records its passes, and can also return one batch at a time."""
 
     def __init__(self, data: ProbeData, ids: Sequence[int], micro_batch_size: int, recorder: Recorder) -> None:
         self._input_name = "input_ids" if data.kind == "tokens" else "inputs"

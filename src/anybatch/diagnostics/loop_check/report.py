@@ -111,7 +111,7 @@ class LoopFinding:
     found: str
     expected: str
     file: str = "the loop"
-    lines: tuple[int, ...] = ()  # of that file, where they are known
+    lines: tuple[int, ...] = ()  # lines of `file`; empty if unknown
 
     @property
     def what(self) -> str:

@@ -26,7 +26,7 @@ from anybatch.testing.ranks import PRELOADED
 
 ResultT = TypeVar("ResultT")
 MAX_FILE_BYTES, MAX_BYTES, MAX_ENTRIES = 2**20, 2**25, 2_000
-"""Size limit of a copied file, and limits for all files together; files near the top of the folder come first."""
+"""Limits for the size of a copied file, for the total size, and for the number of files and folders."""
 _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages"})
 _DEVICES = Path("/dev")
 _SAFE_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "", "0.0.0.0", None})  # noqa: S104 (hosts are compared)
@@ -44,7 +44,7 @@ _PROGRAMS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spa
 def run_in_sandbox(work: Callable[[], ResultT], *, timeout_seconds: float) -> ResultT:
     """Run a function in a subprocess, in a temporary copy of the working folder.
 
-    On Linux without an accelerator the process is forked (`work` may be a notebook's); otherwise `work` is pickled.
+    On Linux without an accelerator the process is forked, so `work` may be defined in a notebook; else it is pickled.
     """
     can_fork = sys.platform == "linux" and not torch.accelerator.is_available()
     context: Any = multiprocessing.get_context("fork") if can_fork else rank_context(*PRELOADED)
@@ -110,7 +110,7 @@ def _serve(pipe: Connection, work: Callable[[], Any], folder: Path) -> None:
         value = work()
     except UserError as raised:
         error = raised
-    except (Exception, SystemExit) as raised:  # noqa: BLE001 (the caller gets it)
+    except (Exception, SystemExit) as raised:  # noqa: BLE001 (sent to the caller)
         error = LoopError(f"{type(raised).__name__}: {raised}", cause=type(raised).__name__)
     pipe.send((value, error))
     pipe.close()
@@ -135,12 +135,12 @@ def _block_changes(root: Path, event: str, args: tuple[Any, ...]) -> None:
         if not resolved.is_relative_to(root) and not resolved.is_relative_to(_DEVICES):
             action = f"change {resolved}"
     if action:
-        message = f"refused to {action}: it is outside of the temporary folder that the loop is checked in"
+        message = f"refused to {action}: a checked loop may only change files in its temporary folder"
         raise PermissionError(errno.EACCES, message)
 
 
 def copy_folder(source: Path, target: Path) -> list[str]:
-    """Copy a folder without large files, hidden files and caches; return the paths of files that are too large."""
+    """Copy a folder without hidden files and caches; return the paths left out because they exceed a limit."""
     bytes_left, entries_left = MAX_BYTES, MAX_ENTRIES
     left_out: list[str] = []
 

@@ -1,9 +1,9 @@
 """The optimizer steps of a loop over all ranks, and the weights of samples in their gradients.
 
-A weight is relative to the gradient that the same loop has on one unsplit batch. The loss is the user's and unknown,
-so the loop itself runs on one batch, with accumulation steps of one. This gives its unsplit gradient, and with it the
-gradient of each sample with weight one (its unit gradient). If the loop cannot run like that, the scale comes from the
-common loss whose gradient has the same direction; if no common loss has it, the scale is unknown.
+Weights are relative to the gradient of the same loop on one unsplit batch. The user's loss is unknown, so the loop runs
+on one batch with one accumulation step. This run gives the unsplit gradient, and the gradient of each sample with
+weight one (its unit gradient). If the loop cannot run on an unsplit batch, a common loss whose gradient has the same
+direction determines the scale; without such a loss, the scale is unknown.
 """
 
 from bisect import bisect_right
@@ -39,7 +39,7 @@ class Step:
     number: int  # from 1
     micro_batches: tuple[Forward, ...]
     lost: tuple[Forward, ...]  # micro-batches whose gradients were cleared before the step
-    lost_tail: tuple[Forward, ...]  # the same for the previous epoch; these are not in `micro_batches`
+    lost_tail: tuple[Forward, ...]  # cleared micro-batches of earlier epochs, which are not in `micro_batches`
     of_rank: RankStep  # the step on rank 0
     is_equal_on_ranks: bool
 
@@ -84,7 +84,7 @@ def set_epochs(trace: LoopTrace, rank: int, num_epochs: int, batches_per_epoch: 
     """Set the rank and epoch of each micro-batch; `num_epochs` is 0 if the loop may end anywhere."""
     total, ends = len(trace.forwards), trace.call_ends
     if not num_epochs or len(ends) != num_epochs:
-        # Hooks do not see epochs, so forwards are counted.
+        # Hooks cannot observe the end of an epoch, so derive it from the number of forwards.
         is_even = num_epochs and total and total % num_epochs == 0 and trace.ended
         per_epoch = total // num_epochs if is_even else batches_per_epoch
         ends = [per_epoch * (1 + epoch) for epoch in range(total)]
@@ -101,7 +101,7 @@ def steps_of(traces: Sequence[LoopTrace]) -> list[Step]:
         for trace, step in zip(traces, rank_steps, strict=True):
             forwards = [trace.forwards[each] for each in sorted(step.forwards)]
             used += forwards
-            if step.is_accumulated and step.gradient.any():  # a zero gradient is found by `is_cleared`
+            if step.is_accumulated and step.gradient.any():  # `is_cleared` detects a gradient of zero
                 lost += [each for each in forwards if each.has_gradient and not step.gradient[list(each.ids)].any()]
         last_epoch = max((each.epoch for each in used), default=0)
         steps.append(
@@ -144,7 +144,7 @@ class UnitGradients:
         self._takes_batch = loop.takes_loader or "micro_batch_size" in loop.needed
         self._trace = trace if loop.takes_loader else loop.run(range(NUM_ROWS), steps=1, epochs=1)
         self._measured: dict[tuple[int, ...], TableGradient | None] = {}
-        self.of(loop.ids)  # decides whether the scale is known
+        self.of(loop.ids)  # sets `scale_is_known`
 
     def of(self, ids: Sequence[int]) -> TableGradient | None:
         """Return the unit gradients of these samples, one row per sample; None if unknown.
@@ -163,7 +163,7 @@ class UnitGradients:
             if loop.takes_loader or [len(forward.ids) for forward in trace.forwards[:1]] == [len(ids)]:
                 gradient = self._output_gradient(trace, ids)
                 used = trace.steps[0].gradient if trace.steps else None
-                # If this is false, the optimizer used the gradients of some samples only.
+                # Unless the optimizer used the gradients of some samples only.
                 if gradient is not None and used is not None and set(visible(ids, gradient)) <= set(visible(ids, used)):
                     gradient = used
         if gradient is None:  # the loop makes micro-batches itself: weight them by size, as for a mean
@@ -193,8 +193,8 @@ class UnitGradients:
         """Return the gradient of the common loss whose gradient has the same direction; None without one."""
         for loss in COMMON_LOSSES[self._data.kind]:
             outputs = self._data.outputs[list(ids)].clone().requires_grad_()
-            given = outputs.squeeze(1) if self._data.kind == "values" else outputs
-            (rows,) = torch.autograd.grad(loss(given, self._data.targets[list(ids)]), outputs)
+            inputs = outputs.squeeze(1) if self._data.kind == "values" else outputs
+            (rows,) = torch.autograd.grad(loss(inputs, self._data.targets[list(ids)]), outputs)
             common = torch.zeros_like(gradient)
             common[list(ids)] = rows.to(common.dtype)
             ratio = float((gradient * common).sum() / common.square().sum())
@@ -204,9 +204,9 @@ class UnitGradients:
 
 
 def weights(gradient: TableGradient, unit_rows: TableGradient) -> Mapping[int, float]:
-    """Return the weight of each sample in a gradient: the nearest multiple of its unit gradient.
+    """Return the weight of each sample in a gradient, as a multiple of its unit gradient (least squares).
 
-    Samples without weight, or without a unit gradient, are left out.
+    Samples with weight zero, or without a unit gradient, are omitted.
     """
     # Rows do not mix, so each is a least-squares problem in one dimension.
     products, squares = (gradient * unit_rows).sum((1, 2)), unit_rows.square().sum((1, 2))
@@ -215,7 +215,7 @@ def weights(gradient: TableGradient, unit_rows: TableGradient) -> Mapping[int, f
 
 
 def visible(ids: Sequence[int], unit_rows: TableGradient) -> list[int]:
-    """Return the samples that have a gradient, so that their weight can be seen."""
+    """Return the samples that have a gradient, so that their weight can be measured."""
     return [sample for sample in ids if unit_rows[sample].any()]
 
 
@@ -229,7 +229,7 @@ def is_combination(gradient: TableGradient, unit_rows: TableGradient) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The factor of a micro-batch's mean gradient in a step, and the factor that the unsplit batch has."""
+    """The factor of a micro-batch's mean gradient in the gradient of a step, and its factor in the unsplit gradient."""
 
     micro_batch: Forward
     found: float
@@ -237,7 +237,7 @@ class Share:
 
 
 def shares_of(step: Step, unit_gradients: UnitGradients) -> list[Share]:
-    """Return the shares of the micro-batches that have a gradient, in a clean step; none if they are unknown."""
+    """Return the shares of the micro-batches that have a gradient, in a clean step; empty if they are unknown."""
     unsplit = unit_gradients.of(tuple(step.ids))
     shares = []
     for micro_batch in step.micro_batches:
