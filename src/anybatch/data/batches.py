@@ -27,9 +27,9 @@ from anybatch.errors import DataError
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True, repr=False)
 class Batches:
-    """The effective batches of a run, made by `batches`. Each `iter()` begins at `start`, or where the engine is.
+    """The effective batches of a run, made by `batches`. Each `iter()` begins at `start`, or at the engine's position.
 
-    Worker processes belong to the iterator: they end when it is exhausted, closed or dropped.
+    Worker processes belong to the iterator: they end when it is exhausted, closed or garbage-collected.
 
     Attributes:
         options: the arguments of `batches`.
@@ -58,7 +58,7 @@ class Batches:
 
     @property
     def start(self) -> Position | None:
-        """Position at which an iteration begins; None: the position of the engine to which its first batch is given."""
+        """Position at which an iteration begins; None: the position of the engine that trains on its first batch."""
         return self.options.start
 
     def __iter__(self) -> DatasetBatches:
@@ -66,7 +66,7 @@ class Batches:
         return Iteration(self.open(), self.options).batches()
 
     def __len__(self) -> int:
-        """Return the number of optimizer steps of one iteration, from `start` or else from the beginning of the data.
+        """Return the number of optimizer steps of one iteration, from `start` or by default from the first sample.
 
         Raises:
             TypeError: the number is unknown, for a stream without a length and without `steps`.
@@ -124,8 +124,8 @@ def batches(
     Args:
         dataset: (1) a data set with `__getitem__` and `__len__`; (2) a stream: a torch `IterableDataset`, a loader of
             single samples (`batch_size=None`), or any object whose `__iter__` restarts from the beginning; or (3)
-            `Shards`. Every rank reads all of a stream, so it must not divide itself by rank. Its `set_epoch(epoch)` is
-            called before each epoch, if it has that method.
+            `Shards`. Every rank reads the whole stream, so a stream must not divide its samples by rank. Its
+            `set_epoch(epoch)` is called before each epoch, if it has that method.
         effective_batch_size: samples of one optimizer step over all ranks. The last batch of an epoch may be smaller. A
             `BatchRamp` of `anybatch.schedules` lets the size grow in stages; for a stream, the last stage has to begin
             within the first epoch.
@@ -136,8 +136,8 @@ def batches(
         shuffle: True for a new order in each epoch; False for the data set's own order. None shuffles data sets with an
             index, and keeps the order of a stream or a sampler.
         sampler: yields the indices of each epoch, drawn once per epoch and the same on every rank: a torch `Sampler`
-            with a length and without a generator (weighted, a subset). Its `set_epoch` is called. A sample that is
-            drawn twice in an epoch gets the same augmentation.
+            with a length and without a generator (weighted, a subset). Its `set_epoch` is called, if it has one. A
+            sample that is drawn twice in an epoch gets the same augmentation.
         seed: the seed of the sample order and of the augmentation.
         drop_last: drop the last batch of an epoch if it is not full.
         collate: function of a list of samples that returns a micro-batch with one row for each sample; None for torch's
@@ -148,13 +148,13 @@ def batches(
             and at most one per shard for `Shards`.
         pin_memory: copy micro-batches to pinned memory; None does so if an accelerator can use it.
         lengths: length of each sample, for engines with `micro_batch_size=ab.token_budget(8192)`: a list of whole
-            numbers by sample id; the name of a field or column that is the length, or whose `len()` it is
-            ("input_ids"); or a function of a sample. For a field or function, every rank loads all samples of a batch
-            before it is split; each length is read once in a run. See docs/lengths.md.
-        start: first position, such as the result of `engine.load`. None: the engine's position. So a loop over epochs
-            is one run, whether it calls `ab.batches` in each epoch or iterates over the same object again. After
-            `Engine.load`, this is the checkpoint's position. Without a load, a loop after one that ended within an
-            epoch begins with the next epoch; with `steps` it continues within the epoch.
+            numbers by sample id; the name of a field or column whose value or `len()` is the length ("input_ids"); or a
+            function of a sample. For a field or function, every rank loads all samples of a batch before it is split;
+            each length is read once in a run. See docs/lengths.md.
+        start: first position, such as the result of `engine.load`. None: the engine's position, which is the
+            checkpoint's position after `Engine.load`. So a loop over epochs is one run, whether it calls `ab.batches`
+            in each epoch or iterates over the same object again. If such a loop ends within an epoch, the next loop
+            begins with the next epoch, or with `steps` continues within that epoch.
 
     Returns:
         An iterable of effective batches, with `len()` and `steps_per_epoch`.

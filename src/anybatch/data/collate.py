@@ -26,7 +26,7 @@ _MASK: Final = "attention_mask"
 class Padded:
     """A collate function that pads to the longest sample of a micro-batch, along the first axis of each field.
 
-    Samples are mappings (tokenised rows of Hugging Face, say), tuples, or single tensors; fields are lists of numbers,
+    Samples are mappings (such as rows of a Hugging Face tokenizer), tuples, or tensors; fields are lists of numbers,
     arrays or tensors. A field with one entry per token is padded; a field with a single number becomes a vector. In
     plain PyTorch, for one field: `torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)`.
 
@@ -36,7 +36,7 @@ class Padded:
         side: "right" for padding at the end of a sample, "left" for padding at its beginning.
         multiple_of: lengths are rounded up to a multiple of this number, for kernels that need it or for fewer shapes.
         longest: maximum length; longer samples are truncated. None: no truncation.
-        mask: name of a field that is added to mappings without it: 1 for tokens and 0 for padding; None: add no field.
+        mask: name of the mask that is added to mappings without one: 1 for tokens and 0 for padding; None: add no mask.
         shift: whether a model or loss predicts each label from the token before. Then a sample's first label is masked
             if the padding is on the left.
     """
@@ -163,7 +163,7 @@ class PaddedOrPacked:
         """Check that both have the same `longest` and `shift`.
 
         Raises:
-            DataError: they differ.
+            DataError: one of these values differs.
         """
         for name in ("longest", "shift"):
             values = getattr(self.padded, name), getattr(self.packed, name)
@@ -226,14 +226,14 @@ def _like(sample: Any, fields: Mapping[Any, Any]) -> Any:  # noqa: ANN401 (a tup
 
 
 Lengths = Sequence[int] | str | Callable[[Any], int]
-"""A list of lengths by sample id; the name of a column or field whose value is the length or has it; or a function."""
+"""A list of lengths by sample id; the name of a column or field whose value or `len()` is the length; or a function."""
 
 
 class KnownLengths:
     """The lengths of a data set's samples, with the layout of its collate function; `dataset` is None for a stream.
 
     Raises:
-        DataError: the number of lengths is not the number of samples, or one is not a whole number.
+        DataError: the number of lengths is not the number of samples, or a length is not a whole number.
     """
 
     def __init__(self, lengths: Lengths, collate: Collate, dataset: Any | None) -> None:  # noqa: ANN401 (torch has no type for it)
@@ -269,7 +269,7 @@ class KnownLengths:
             if missing:
                 assert self._dataset is not None
                 with preserved_random_state():
-                    self._known |= {one_id: self._sample_length(self._dataset[one_id]) for one_id in missing}
+                    self._known |= {number: self._sample_length(self._dataset[number]) for number in missing}
             tokens = [self._known[sample_id] for sample_id in sample_ids]
         if self._longest is not None:
             tokens = [min(length, self._longest) for length in tokens]
@@ -282,7 +282,9 @@ class KnownLengths:
             return _checked(_length_of(sample[self._lengths]))
         except (KeyError, IndexError, TypeError) as error:
             has = sorted(map(str, sample)) if isinstance(sample, Mapping) else f"type {type(sample).__name__}"
-            message = f"lengths={self._lengths!r} is not a field of a sample, which has {has}. Pass one, or a function."
+            message = (
+                f"lengths={self._lengths!r} is not a field of a sample, which has {has}. Pass a field or function."
+            )
             raise DataError(message) from error
 
 

@@ -25,7 +25,7 @@ class StepSamples(NamedTuple):
     """The samples of one step, and their source. A tuple, because each step creates one, and tuples are fast.
 
     After the last step of an epoch, `end` is the beginning of the next epoch. `loaded` contains the samples of a stream
-    by id. `packed` tells a collate function that can both pad and pack which to do; None for other functions.
+    by id. `packed` selects the layout of a collate function that can both pad and pack; None for other functions.
     """
 
     sample_ids: Sequence[int]
@@ -66,7 +66,7 @@ class OpenSource(ABC):
 
     @abstractmethod
     def load(self, key: UnitKey, batch: StepSamples, keys: Sequence[UnitKey], later_units: LaterUnits | None) -> Batch:
-        """Return the micro-batch of `key`. `keys` are this and the batch's later keys; restarted workers load them."""
+        """Return the micro-batch of `key`. `keys` are `key` and the batch's later keys, for workers that restart."""
 
     @property
     def subset_digest(self) -> int | None:
@@ -97,8 +97,8 @@ class OpenSource(ABC):
 class DatasetBatch:
     """One effective batch of a data set. Its samples can be loaded any number of times, all or in part, or never.
 
-    Which samples it has is determined on first use: until then, an iteration without a `start` can still be moved to
-    the engine's position.
+    The first use of its samples determines them: until then, an iteration without a `start` can still be moved to the
+    engine's position.
 
     Attributes:
         seed: the seed of the run's data.
@@ -190,7 +190,7 @@ class DatasetBatch:
         return samples.source.feed(samples, units, later_units)
 
     def load(self) -> Batch:
-        """Return the whole effective batch, collated in one call, in host memory: to print shapes or to draw images.
+        """Return the whole effective batch, collated in one call, in host memory, such as to print shapes.
 
         The engine does not need this: `step` loads the samples of each micro-batch. Without `start=`, the first batch
         of an iteration is at the beginning of the data until a step moves it to the engine's position.
@@ -299,8 +299,8 @@ class Iteration:
         stays = is_resumed and position in (Position(), start)
         if batch.number and is_resumed and not stays:
             message = (
-                f"{batch.number} batches were skipped after engine.load, up to {start}, and the run is at {position}: "
-                "ab.batches skips finished batches itself. Iterate it from its beginning, or use ab.batches(start=...)."
+                f"the loop skipped {batch.number} batches after engine.load, to {start}, but the run is at {position}. "
+                "ab.batches skips finished batches automatically: do not skip any, or use ab.batches(start=...)."
             )
             raise DataError(message, code="skipped_batches")
         span = self._span_from(position, is_resumed=is_resumed)

@@ -41,7 +41,7 @@ def sample_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> t
 def sampled_order(sampler: Any, num_samples: int, *, seed: int, epoch: int) -> torch.Tensor:  # noqa: ANN401 (torch's)
     """Return the ids that a sampler draws in `epoch`: int64 tensor (num_samples,); the same on every rank.
 
-    The global generators, from which it may draw, are seeded from (seed, epoch). A `set_epoch` is called.
+    The sampler may draw from the global generators, which are seeded from (seed, epoch). `set_epoch` is called, if any.
     """
     with preserved_random_state():
         seed_generators(order_seed(seed, epoch))
@@ -95,7 +95,7 @@ class SampleSchedule:
         return self._steps_from(Position())
 
     def size_at(self, position: Position) -> int:
-        """Return the effective batch size of a step that begins at a position; dropped samples count for a ramp."""
+        """Return the effective batch size of a step that begins at a position; a ramp also counts dropped samples."""
         size = self.options.effective_batch_size
         return size if isinstance(size, int) else size.at(self._num_before(position))
 
@@ -133,7 +133,7 @@ class SampleSchedule:
 
 
 class OpenIndexed(OpenSource):
-    """The reader of a data set with an index; `lengths` are the lengths of its samples, which iterations share."""
+    """The reader of a data set with an index; all iterations share `lengths`, the lengths of its samples."""
 
     def __init__(self, dataset: Any, schedule: SampleSchedule, lengths: KnownLengths | None) -> None:  # noqa: ANN401 (torch has no type for it)
         options = schedule.options
@@ -209,7 +209,7 @@ class _OrderedSteps:
         self._is_collated_whole = isinstance(options.collate, OverEffectiveBatch)
         self.end_epoch: int | None = None
         self.num_left: int | None = None  # remaining steps after the newest batch; None for a run of epochs
-        # Weak references, so that the order of an epoch is freed with its last user.
+        # Weak references, so that the order of an epoch is freed when no iteration uses it any more.
         self._orders: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         # A sampler may draw a different order in a resumed run, so checkpoints contain the newest orders.
         self.sampled: dict[int, torch.Tensor] = {}

@@ -46,8 +46,8 @@ class OverEffectiveBatch:
 
 
 def checked_rows(batch: Batch, num_samples: int, collate: Collate) -> Batch:
-    """Return a collated batch with marked lists (`mark_and_count`); raise if it does not have one row per sample."""
-    # torch's default returns one row per sample
+    """Return a batch with its lists of samples marked (`mark_and_count`); raise unless it has one row per sample."""
+    # default_collate always returns one row per sample.
     if collate is default_collate:
         return as_fields(batch)
     if collate is list:

@@ -52,7 +52,7 @@ class BatchOptions:
         checked_int("num_workers", self.num_workers, minimum=0, error=DataError)
         checked_int("seed", self.seed, minimum=None, error=DataError)
         if not callable(self.collate):
-            message = f"collate={self.collate!r} must be a function of a list of samples, or None for torch's own."
+            message = f"collate={self.collate!r} must be a function of a list of samples, or None for default_collate."
             raise DataError(message, code="not_a_function")
         if self.lengths is not None and isinstance(self.collate, OverEffectiveBatch):
             message = (
@@ -127,9 +127,9 @@ def _check_length(epochs: int | None, steps: int | None, start: Position | None)
     last = 1 if epochs is None else epochs
     checked_int("epochs", last, error=DataError)
     if start is not None and start > Position(last):
-        given = f"{epochs=}" if epochs is not None else "epochs=1, as neither epochs nor steps is given,"
+        limit = f"{epochs=}" if epochs is not None else "epochs=1, the default without epochs= and steps=,"
         message = (
-            f"start={start} is after the end of the run: {given} counts from epoch 0. Pass at least "
+            f"start={start} is after the end of the run: {limit} counts from epoch 0. Pass at least "
             f"epochs={start.epoch + 1} to continue, or steps=, which counts from `start`. Without start= the run "
             "continues at the engine's position."
         )

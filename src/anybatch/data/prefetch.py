@@ -1,4 +1,4 @@
-"""Worker processes that load micro-batches in advance: one persistent DataLoader, which gets each one's `UnitKey`."""
+"""Worker processes that prefetch micro-batches: one persistent DataLoader, whose indices are their `UnitKey`s."""
 
 import importlib.util
 import io
@@ -61,12 +61,12 @@ def _tensor(octets: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Te
 
 
 _SMALL_BYTES = 128 * 2**10
-"""Larger micro-batches are sent in shared memory; plain bytes are five times faster here, but slower from 1 MB on."""
+"""Maximum bytes of a micro-batch to send without shared memory: five times as fast here, but slower from 1 MB on."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedUnit:
-    """A micro-batch (unit) that a worker has loaded, with the hash of its key, since the receiver has the key."""
+    """A micro-batch (unit) that a worker has loaded, with the hash of its key, because the receiver has the key."""
 
     key_hash: int
     unit: Any
@@ -74,8 +74,8 @@ class LoadedUnit:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the micro-batch: small tensors as bytes, others in shared memory, each with a file descriptor."""
-        # The thread of a queue calls this. It drops an object that cannot be pickled, and the receiver would wait
-        # forever.
+        # Return a failure instead of raising: the queue's thread, which calls this, drops objects that it cannot
+        # pickle, and the receiver would wait forever.
         try:
             unit = _resolved(self.unit)
             tensors = list(tensors_of(unit))
@@ -119,8 +119,8 @@ class Prefetcher:
     def take(self, key: UnitKey, next_keys: Callable[[], Iterator[UnitKey]]) -> Batch:
         """Return the micro-batch of `key`.
 
-        `next_keys` is called if the workers have prefetched another one; it returns the keys that are expected next, in
-        order, beginning with `key`.
+        `next_keys` is called if the workers have not prefetched this micro-batch; it returns the keys that are expected
+        next, in order, beginning with `key`.
         """
         # The loader returns micro-batches in the order of the sent keys, so only the oldest key can be next.
         if not self._keys.sent or self._keys.sent[0] != key:

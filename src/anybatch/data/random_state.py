@@ -21,7 +21,7 @@ _TWISTER: Final = "MT19937"  # numpy's default global generator
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Restore the global generators of python, numpy and torch (CPU) when the context ends, also by an exception."""
+    """Restore the global generators of python, numpy and torch (CPU) when the context ends, even after an error."""
     host, torch_state = HostDraws(), torch.default_generator.get_state()
     try:
         yield
@@ -48,7 +48,7 @@ class HostDraws:
         self._python, self._numpy = random.getstate(), _numpy_state()
 
     def keep_if_drawn(self) -> "HostDraws | None":
-        """Return this snapshot if a number has been drawn since, else None."""
+        """Return this snapshot if a number has been drawn since it was made, else None."""
         return self if host_random_digest() != _digest_of(self._python, self._numpy) else None
 
     def restore(self) -> None:

@@ -56,17 +56,17 @@ StreamSample = tuple[int, Any]
 class Shards:
     """A stream in a fixed number of shards, read round robin: each round yields the next sample of every shard.
 
-    A shard that has ended is skipped. The order does not depend on the number of workers, of which there may be up to
-    `num_shards`. In each epoch every shard is iterated again, after a call of its `set_epoch(epoch)` if it has that
-    method. Shards must not divide themselves further by worker or by rank: every rank reads all shards and uses its
-    share of each batch.
+    A shard that has ended is skipped. The order does not depend on the number of workers, which is at most
+    `num_shards`. Every epoch iterates over each shard again, and first calls its `set_epoch(epoch)` if it has that
+    method. Shards must not divide their samples by worker or by rank: every rank reads all shards and uses its share of
+    each batch.
 
     In plain Python, for shards of equal length: `for row in zip(*parts): yield from row`.
 
     Args:
-        parts: a sequence of iterables, or a function that returns the iterable of shard 0, 1, ... `num_shards - 1`. It
-            is copied into the workers, so it must be picklable unless worker processes are forked.
-        num_shards: the number of shards, if and only if `parts` is a function.
+        parts: a sequence of iterables, or a function that returns the iterable of shard 0, 1, ... `num_shards - 1`.
+            Workers get a copy, so `parts` must be picklable unless worker processes are forked.
+        num_shards: the number of shards if `parts` is a function; else omit it.
 
     Raises:
         DataError: there are no shards, a shard can be read only once, or `num_shards` is missing or not needed.
@@ -114,7 +114,7 @@ def read_rounds(shards: Shards, numbers: Sequence[int], *, seed: int, epoch: int
     """
     parts = {}
     for number in numbers:
-        # A shard may draw random numbers when it is opened, to shuffle its files, say.
+        # A shard may draw random numbers when it is opened, for example to shuffle its files.
         seed_generators(order_seed(order_seed(seed, number), epoch))
         parts[number] = shards.open(number, epoch)
     for first_id in itertools.count(0, shards.num_shards):
@@ -189,10 +189,10 @@ def _number_of_shards(parts: "Sequence[Iterable[Any]] | Callable[[int], Iterable
 
 
 def stated_schedule(num_samples: int | None, options: BatchOptions) -> SampleSchedule:
-    """Return the schedule of a stream with a length; raise a `TypeError` if it has none."""
+    """Return the schedule of a stream; raise a `TypeError` if the stream has no length."""
     if num_samples is None:
         message = "the number of steps is unknown, because the stream has no length. Pass steps=, or add a __len__."
-        raise TypeError(message)  # list() and others expect a TypeError
+        raise TypeError(message)  # list() ignores a TypeError from __len__, but no other error
     _check_ramp(options.effective_batch_size, Position(1), num_samples)
     return SampleSchedule(num_samples, options)
 
@@ -268,7 +268,7 @@ class OpenStream(OpenSource):
         read: list[StreamSample] = []
         while True:
             size = _size_at(sizes, position.epoch, position.sample_offset)
-            # Also read the minimum of samples of the next step, to find out whether this step is the last one.
+            # Also read the minimum number of samples for another step, to find out whether this step is the last one.
             minimum = _size_at(sizes, position.epoch, position.sample_offset + size) if options.drop_last else 1
             with preserved_random_state():
                 read += itertools.islice(stream, max(0, size + minimum - len(read)))
@@ -282,7 +282,7 @@ class OpenStream(OpenSource):
             if end.epoch > start.epoch:
                 return stop
             position = end
-        # Otherwise a run of `steps` would restart the empty epoch forever.
+        # Without this error, a run of `steps` would restart the empty epoch forever.
         if position == Position(start.epoch):
             message = (
                 f"epoch {start.epoch} of the stream yielded {len(samples)} samples, but a step needs "
@@ -327,7 +327,7 @@ def _check_ramp(sizes: int | BatchRamp, start: Position, num_samples: int) -> No
 
 
 def _skip(stream: Iterator[StreamSample], start: Position) -> None:
-    # Reading seeds the caller's global generators.
+    # Reading seeds the global generators.
     with preserved_random_state():
         num_skipped = sum(1 for _ in itertools.islice(stream, start.sample_offset))
     if num_skipped < start.sample_offset:
