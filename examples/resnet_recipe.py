@@ -17,7 +17,7 @@ NUM_IMAGES, NUM_CLASSES = 2048, 10
 
 
 class Images(Dataset[dict[str, torch.Tensor]]):
-    """Noisy stripes; their direction is the class."""
+    """Noisy stripes; the direction of the stripes is the class."""
 
     def __len__(self) -> int:
         """Return the number of images."""

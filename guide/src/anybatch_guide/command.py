@@ -83,7 +83,7 @@ def _serve(arguments: Sequence[str]) -> int:
         if not given.no_browser:
             open_browser(browser_address)
 
-    # Ctrl-C raises here, or makes the server return, depending on its position in its loop.
+    # Ctrl-C raises here or makes the server return, depending on where the server is in its loop.
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(given.page or DIST, address, show_address, keep=given.keep))
     sys.stdout.write("guide  stopped\n")

@@ -46,7 +46,7 @@ class Asset:
 def read_page(folder: Path) -> dict[str, Asset]:
     """Return the files of the page by path: index.html, scripts, styles, pictures, parts/NAME.js, rec/NAME.json.
 
-    Links and files with other kinds of names are ignored.
+    Symbolic links, and files with other names, are ignored.
     """
     if not (folder / "index.html").is_file():
         message = f"{folder} has no built page (index.html). Build it with `make web`, or install a release."
@@ -164,7 +164,7 @@ def single_file(page: Mapping[str, Asset]) -> str:
 
 
 def with_policy(html: str, policy: str) -> str:
-    """Return the page with a content security policy before everything it applies to."""
+    """Return the page with a content security policy; the policy precedes all elements that it applies to."""
     changed, num_matches = re.subn(
         r'<meta charset="utf-8"\s*/?>',
         lambda match: f'{match.group()}\n<meta http-equiv="Content-Security-Policy" content="{policy}">',

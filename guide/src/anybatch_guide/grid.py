@@ -34,7 +34,7 @@ TASK_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 """Defaults of each task (steps, optimizer, learning rate by optimizer, norm), and its number of classes."""
 DIGITS_LIMITS_KIB = (4096, 2048, 512)
-"""Memory limits for micro-batches of 64 digits: one that fits, one that needs smaller micro-batches, one too low."""
+"""Memory limits: 64 digits fit in one micro-batch, fit in smaller micro-batches, or do not fit at all."""
 _MISTAKES = tuple(name for name in get_args(MistakeName) if name)
 
 
@@ -85,7 +85,7 @@ def digits_settings() -> list[PlaygroundSetting]:
 
 
 def spirals_settings() -> list[PlaygroundSetting]:
-    """Return three splits of one batch, and two mistakes with each optimizer."""
+    """Return three splits of one batch, and runs with two mistakes, each with both optimizers."""
     cuts = [task_setting("spirals", micro, 64 // micro) for micro in (4, 64)]
     return cuts + [
         task_setting("spirals", 16, 4, optimizer, mistake=mistake)
@@ -114,7 +114,7 @@ def shapes_settings() -> list[PlaygroundSetting]:
 
 
 def text_settings() -> list[PlaygroundSetting]:
-    """Return three splits of one batch, a smaller one unsplit, and the mean of means at two splits."""
+    """Return three splits of one batch, a smaller unsplit batch, and the mistake "mean of means" with two splits."""
     settings = [task_setting("text", micro, 64 // micro) for micro in (64, 16, 4)]
     settings.append(task_setting("text", 16, 1))  # for the predicted memory of a step without accumulation
     return settings + [task_setting("text", micro, 64 // micro, mistake="mean_of_means") for micro in (16, 4)]
@@ -241,7 +241,7 @@ def run_opening(emit: Emit) -> Data:
 
 
 def page_data(task: str) -> dict[str, Any]:
-    """Return the samples that the page shows: held-out ones with their answers, or the points of spirals."""
+    """Return the samples that the page shows: held-out samples with their answers, or the points of spirals."""
     loaded = load(task)
     if task != "spirals":
         return {"shown": shown_samples(loaded)}

@@ -1,7 +1,7 @@
 """Access control of the guide: checks every request, and sets the headers of every response.
 
 Listening only on loopback does not protect the server: any web page and every user of the machine can send requests
-to it. The checks, in this order: the host name (a foreign one indicates DNS rebinding), the page that sent the request
+to it. The checks, in this order: the host name (another name indicates DNS rebinding), the page that sent the request
 (Fetch metadata, Origin), the method, and a secret that only the terminal showed. Requests that change something also
 need a header that no HTML form can send, and their body is limited in size and time.
 """
@@ -55,7 +55,7 @@ class Admission:
     hosts: frozenset[str] = LOOPBACK_NAMES
     # the secret in the printed address, and later in the cookie
     secret: str = field(default_factory=secrets.token_urlsafe, repr=False)
-    # a single-use secret for the browser that the guide starts: other users can see the address among its arguments
+    # a single-use secret for the browser that the guide starts, because other users can see the browser's arguments
     one_time_key: str | None = field(default=None, repr=False)
 
     @property
@@ -75,7 +75,7 @@ class Admission:
         """Return whether one of the Cookie headers contains the secret of this server."""
         pairs = [pair.strip().partition(b"=") for header in cookies for pair in header.split(b";")]
         values = [value for name, _, value in pairs if name == self.cookie_name.encode()]
-        # In constant time, so that the duration does not reveal how much of a guess is correct.
+        # Compare in constant time, so that the duration does not reveal how much of a guess is correct.
         return any(secrets.compare_digest(value, self.secret.encode()) for value in values)
 
 
@@ -98,7 +98,7 @@ class Answer:
 
 
 class Guard:
-    """The outermost application: refuses invalid requests, and forwards the others."""
+    """The outermost application: refuses invalid requests, and forwards valid ones."""
 
     def __init__(self, app: App, admission: Admission, limits: Limits) -> None:
         self._app = app
@@ -178,7 +178,7 @@ class _Request:
 
 
 def host_name(host: bytes) -> str | None:
-    """Return the name or address in a Host header, in lower case; None if it is neither."""
+    """Return the name or address in a Host header, in lower case; None if the header is malformed."""
     # latin-1 decodes every byte, so a malformed header is refused and raises no error.
     match = _HOST.fullmatch(host.decode("latin-1").lower())
     return None if match is None else match.group(1) or match.group(2)

@@ -33,7 +33,7 @@ class HeldOut:
 
 
 def shown_samples(task: PlaygroundTask) -> Mapping[str, Any]:
-    """Return the shown samples, and the right answers: a character for each image, or a line for each sentence."""
+    """Return the shown samples and the correct answers: a character for each image, or a line for each sentence."""
     number = NUM_SHOWN[task.name]
     targets = task.held_out.targets
     samples = ENCODERS[task.name](task.held_out.inputs[:number])

@@ -18,12 +18,12 @@ class Limits:
     num_streams: int = 8  # maximum event streams; more are answered with 503
     # maximum messages per second in each stream; lines that arrive between two messages are sent together
     messages_per_second: float = 30.0
-    message_bytes: int = 256 * _KIB  # approximate maximum size of such a message
+    message_bytes: int = 256 * _KIB  # approximate maximum size of a message in a stream
     heartbeat_seconds: float = 15.0  # silence after which a stream gets a comment
     max_backlog_lines: int = 20_000  # a page with a larger backlog gets no progress lines
     ring_lines: int = 200_000  # maximum lines of a run in memory
-    ring_bytes: int = 32 * _MIB  # maximum bytes of these lines
-    line_bytes: int = 64 * _KIB  # maximum size of a line of a run; larger ones are dropped and counted
+    ring_bytes: int = 32 * _MIB  # maximum bytes of a run's lines in memory
+    line_bytes: int = 64 * _KIB  # maximum size of a line of a run; larger lines are dropped and counted
     answer_bytes: int = 4 * _MIB  # maximum size of a message from the worker, such as a recording
     starts_per_second: int = 2  # maximum number of runs that start per second
     answer_seconds: float = 60.0  # maximum time for the worker to accept a run, including its start-up

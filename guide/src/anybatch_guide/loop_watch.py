@@ -119,7 +119,7 @@ class LoopWatch:
         self._step += 1
         self._position = self._num_samples = 0
         self._means.clear()
-        # The engine raises the same error.
+        # The engine raises the same error for such a loss.
         if not torch.isfinite(torch.tensor(record.loss)):
             message = f"the loss of step {record.step} is {record.loss}."
             raise NonFiniteError(message)
@@ -129,13 +129,13 @@ class LoopWatch:
         self._record_memory()
 
     def _record_memory(self) -> None:
-        """Record memory if the next step is the measured one."""
+        """Record memory if the next step is the measured step."""
         if self._step == self._metrics.measured_step:
             self._ledger = MemoryLedger(device_type="cpu")
             self._ledger.phase = "setup"
             self._categorize_persistent()
             self._ledger.phase = None
-            # Entered explicitly, because another hook exits it.
+            # Enter without `with`, because another hook exits the context.
             self._ledger.__enter__()
 
     def _stop_recording(self) -> None:

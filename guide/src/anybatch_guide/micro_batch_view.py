@@ -13,9 +13,9 @@ from anybatch_guide.lines import finite, significant
 from anybatch_guide.tasks.task import PlaygroundTask
 
 NUM_SAMPLES: Final = 16
-"""Maximum number of samples shown of a micro-batch."""
+"""Maximum number of shown samples per micro-batch."""
 NUM_CELLS: Final = 48
-"""Maximum number of components shown of a gradient."""
+"""Maximum number of shown components of a gradient."""
 NUM_SHOWN_STEPS: Final = 100
 """Steps of a run whose gradients are shown outside single-step mode, evenly spaced."""
 
@@ -44,7 +44,7 @@ class GradientCells:
         self._weight = [parameter for parameter in model.parameters() if parameter.dim() > 1][-1]
         size = self._weight.numel()
         self._indices = torch.linspace(0, size - 1, min(NUM_CELLS, size)).round().long().numpy()
-        # The node where autograd adds to `.grad`. Keep it, because the hook, which only reads, lives as long as it.
+        # The node in which autograd adds to `.grad`. Keep a reference, because the hook lives only as long as the node.
         node: Any = self._weight.view_as(self._weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self._node, self._handle = node, node.register_prehook(self._read)
 
@@ -70,7 +70,8 @@ class MicroBatchView:
     """An observer that reports the gradient of each micro-batch, and the sum so far.
 
     Single-step mode reports every micro-batch with some of its samples; otherwise up to `NUM_SHOWN_STEPS` steps are
-    reported. The sum is this rank's, even if the last backward has started to reduce it. No tensor is created.
+    reported. The sum is over this rank's micro-batches, even while the last backward reduces it over ranks. The view
+    creates no tensors, because they would count as memory of the step.
     """
 
     def __init__(self, model: nn.Module, task: PlaygroundTask, observer: ViewObserver, *, steps: int) -> None:

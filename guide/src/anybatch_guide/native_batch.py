@@ -21,7 +21,7 @@ from anybatch_guide.training import FINAL_FACTOR, MAX_NORM, Parts, batches_of, e
 
 
 def first_update_difference(setting: PlaygroundSetting, task: PlaygroundTask, change: Tensor | None) -> float | None:
-    """Return |change - native change| / |native change| of the first step; None if it is missing or not finite."""
+    """Return |change - native change| / |native change| of the first step; None if a change is missing or infinite."""
     if change is None:
         return None
     parts = _first_parts(setting, task)

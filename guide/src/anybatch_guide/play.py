@@ -30,7 +30,7 @@ def read(arguments: Sequence[str]) -> PlaygroundSetting:
         if not sign or name not in given:
             message = f"{argument!r} must be name=value, with one of {', '.join(given)}."
             raise SettingError(message, code="keys")
-        # Text is not parsed, because JSON would need quotes.
+        # Texts are not parsed as JSON, which would need quotes.
         given[name] = text if isinstance(given[name], str) else _number(text)
     return parse_setting(given)
 

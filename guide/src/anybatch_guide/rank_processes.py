@@ -121,7 +121,7 @@ class _Sender:
 
     def __init__(self, pipe: Connection, rank: int, setting: PlaygroundSetting, model: nn.Module) -> None:
         self._pipe, self._model, self._is_first = pipe, model, rank == 0
-        # Memory is recorded on the first rank only: the others never reach step -1.
+        # Only the first rank records memory; on other ranks the measured step is -1, which never runs.
         self.measured_step = min(1, setting.steps - 1) if rank == 0 else -1
         self.is_stepped = False
 

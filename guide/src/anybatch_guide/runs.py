@@ -46,10 +46,10 @@ class LiveRun:
 
     id: str  # random id
     request: Mapping[str, Any]  # the request: kind, and name or setting
-    is_paused: bool  # whether it is paused
-    accepted: "asyncio.Future[Failure | None]"  # resolves to None when the worker accepts it, or to a failure
-    ended: asyncio.Event = field(default_factory=asyncio.Event)  # set at its end
-    # the reason for ending it: a failure, "cancel" if a page cancelled it, or None
+    is_paused: bool  # whether the run is paused
+    accepted: "asyncio.Future[Failure | None]"  # resolves to None when the worker accepts the run, or to a failure
+    ended: asyncio.Event = field(default_factory=asyncio.Event)  # set when the run ends
+    # the reason for ending the run: a failure, "cancel" if a page cancelled it, or None
     end_reason: Failure | Literal["cancel"] | None = None
     active_seconds: float = 0.0  # running time
     idle_seconds: float = 0.0  # length of the current pause
@@ -179,7 +179,7 @@ class Runs:
             async for answer in process.answers():
                 self._process_answer(answer)
         finally:
-            # Clear it first, so that no command is sent to the ending process.
+            # Forget the worker first, so that no command is sent to the ending process.
             self._process = None
             await process.end(self._limits)
 
@@ -315,6 +315,6 @@ class Runs:
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        # asyncio keeps only weak references: without this one, a task could be garbage-collected before it ends.
+        # Keep a reference, because asyncio's are weak: otherwise a task could be garbage-collected before it ends.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -78,7 +78,7 @@ class PlaygroundSetting:
 
     @property
     def cut(self) -> str:
-        """The split of these samples, such as `16 x 4`, or `16 x 4 x 2` on two ranks."""
+        """The split of the effective batch, such as `16 x 4`, or `16 x 4 x 2` on two ranks."""
         numbers = (self.micro_batch_size, self.accumulation_steps, *([self.ranks] if self.ranks > 1 else []))
         return " x ".join(map(str, numbers))
 

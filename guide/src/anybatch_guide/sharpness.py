@@ -131,7 +131,7 @@ class _Products:
         if isinstance(output, LossSum):
             return LossSum(self._derivative(output.total), output.count)
         if isinstance(output, Tensor) and output.dim():
-            # Put all of it into one item, because only the sum and the number of items matter.
+            # Put the whole derivative into one item, because only the sum and the number of items matter.
             first = torch.zeros_like(output).flatten()
             first[0] = 1.0
             return first.view_as(output) * self._derivative(output.sum())

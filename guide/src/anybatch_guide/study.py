@@ -37,7 +37,7 @@ class StudyRun:
     """The settings of a training run."""
 
     task: Literal["digits", "text"]  # "digits" or "text"
-    optimizer: OptimizerName  # its class
+    optimizer: OptimizerName  # name of the optimizer's class
     batch_size: int  # samples of one step
     learning_rate: float  # maximum learning rate of the run
     epochs: int  # passes over the data
@@ -73,7 +73,7 @@ def new_model(run: StudyRun) -> nn.Module:
 
 
 def steps_of(run: StudyRun) -> Iterator[Batch]:
-    """Yield the batch of each step, in the order of `ab.batches`; the last of an epoch may be smaller."""
+    """Yield the batch of each step, in the order of `ab.batches`; the last batch of an epoch may be smaller."""
     loader = MicroBatches(task_of(run.task).rows, run.batch_size, run.seed)
     for _ in range(run.epochs):
         for inputs, targets in loader:
@@ -81,7 +81,7 @@ def steps_of(run: StudyRun) -> Iterator[Batch]:
 
 
 def num_steps_of(run: StudyRun) -> int:
-    """Return the number of steps."""
+    """Return the number of steps of a run."""
     return run.epochs * len(MicroBatches(task_of(run.task).rows, run.batch_size, run.seed))
 
 

@@ -63,13 +63,13 @@ class LineTrace:
     vectors: bool = False  # whether to record weights and gradients
     # for each recorded line, the index of its file in `sources`, and its line number
     numbers: list[tuple[int, int]] = field(default_factory=list)
-    skipped: list[int] = field(default_factory=list)  # number of unrecorded lines just before it
+    skipped: list[int] = field(default_factory=list)  # for each recorded line, the number of unrecorded lines before it
     # for each recorded line, the values after it: micro_batches (backwards since the last update), updates, loss,
     # loss_sum, gradient_norm; a name is missing while it has no value
     values: list[dict[str, float]] = field(default_factory=list)
-    # for each recorded line, weights and gradient after it, with `vectors`
+    # if `vectors`, the weights and the gradient after each recorded line
     states: list[dict[str, list[float]]] = field(default_factory=list)
-    printed: list[int] = field(default_factory=list)  # number of printed characters after it
+    printed: list[int] = field(default_factory=list)  # for each recorded line, the number of characters printed so far
     output: io.StringIO = field(default_factory=io.StringIO)  # the complete output
     _texts: list[list[str]] = field(default_factory=list)
     _files: dict[str, int] = field(default_factory=dict)

@@ -33,7 +33,7 @@ _OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {"sgd": torch.optim.SGD, "
 
 
 class StepMetrics(Observer, ViewObserver, Protocol):
-    """Collects the metrics of a run in this process, or sends them to the process that does."""
+    """Collects the metrics of a run, or sends them to the process that collects them."""
 
     @property
     def measured_step(self) -> int:
@@ -107,7 +107,7 @@ def engine_of(
 def limited(setting: PlaygroundSetting, task: PlaygroundTask, parts: Parts) -> AbstractContextManager[object]:
     """Return a context that limits memory to the setting's limit, not counting the data set.
 
-    Model and optimizer count. The data set does not, because each sample is a view that keeps all of it in memory.
+    Model and optimizer count. The data set does not count, because each sample is a view of the whole data set.
     """
     if not setting.memory_limit_kib:
         return nullcontext()
@@ -118,7 +118,7 @@ def limited(setting: PlaygroundSetting, task: PlaygroundTask, parts: Parts) -> A
 
 def run_engine(setting: PlaygroundSetting, task: PlaygroundTask, metrics: StepMetrics, parts: Parts) -> None:
     """Make the steps of a run in the engine, and record the memory of one of them."""
-    # The view comes first: it reads a gradient before the engine's hook may send it.
+    # The view comes first, so that it reads a gradient before the engine's hook may reduce it.
     with closing(MicroBatchView(parts[0], task, metrics, steps=setting.steps)) as view:
         engine = engine_of(
             setting,

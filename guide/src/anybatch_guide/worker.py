@@ -35,7 +35,7 @@ Command = Mapping[str, Any]
 
 
 class CancelledError(BaseException):
-    """A run was cancelled. Not an `Exception`, so that experiments that catch errors do not catch it."""
+    """A run was cancelled. It is a `BaseException`, so experiments that catch `Exception` do not catch it."""
 
 
 class Gate:

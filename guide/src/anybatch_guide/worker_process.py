@@ -73,7 +73,7 @@ class WorkerProcess:
                 os.killpg(self._process.pid, signal_number)
 
     async def end(self, limits: Limits) -> None:
-        """Terminate the worker, and kill it after a timeout; it has nothing to save."""
+        """Terminate the worker, which has no state to save; kill it after a timeout."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self.signal(signal.SIGTERM)

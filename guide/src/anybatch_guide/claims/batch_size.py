@@ -28,7 +28,7 @@ from anybatch_guide.study import (
 TARGET = 0.3
 """Target of the held-out loss: training stops when it is reached."""
 EVALUATE_EVERY = 128
-"""Number of samples between evaluations of the held-out loss, rounded down to whole steps, but at least one step."""
+"""Number of samples between evaluations of the held-out loss; rounded down to whole steps, at least one step."""
 RATES = {16: (0.02, 0.04, 0.08), 64: (0.08, 0.16, 0.32), 256: (0.16, 0.32, 0.64)}
 """Learning rates to try at each batch size."""
 
@@ -52,7 +52,7 @@ def larger_batch(emit: Emit) -> Numbers:
 
 
 class TargetCost(NamedTuple):
-    """Cost of reaching the target, as means over seeds; compares by steps first."""
+    """Mean cost of reaching the target, over seeds; instances are ordered by steps first."""
 
     steps: float
     samples: float

@@ -10,7 +10,7 @@ Verdict = Literal["true", "only_if", "false"]
 Side = Literal["advantage", "limitation", "recipe", "devices", "batch_size"]
 Numbers = Mapping[str, float]
 EXACT, WRONG = 1e-4, 1e-2
-"""Relative errors below the first count as float32 rounding; above the second, as a different gradient."""
+"""Relative errors below the first number count as float32 rounding, and above the second as a different gradient."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ def larger_is_faster(emit: Emit) -> Numbers:
 
 
 def not_free(emit: Emit) -> Numbers:
-    """Return the memory that a step of four micro-batches needs in addition to a step of one, in bytes."""
+    """Return the bytes that a step of four micro-batches needs in addition to a step of one micro-batch."""
     task = load("digits")
     emit_progress(emit, 0, 2, "one micro-batch")
     alone = step_memory(task, micro_batch_size=16, effective_batch_size=16)

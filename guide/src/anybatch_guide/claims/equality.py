@@ -137,7 +137,7 @@ def three_lines(emit: Emit) -> Numbers:
 def changed(before: Callable[..., None], after: Callable[..., None]) -> int:
     """Return the number of lines in the second function's body that the first lacks, ignoring indentation."""
     former, latter = (
-        # Start at the docstring, because signatures are not counted.
+        # Start at the docstring, to leave out the signatures.
         [line.strip() for line in inspect.getsource(function).partition('"""')[2].splitlines()]
         for function in (before, after)
     )

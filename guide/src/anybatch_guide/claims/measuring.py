@@ -90,10 +90,10 @@ def step_seconds(
 ) -> dict[BatchCut, list[float]]:
     """Return the CPU time of one optimizer step for each split and round; rounds are interleaved.
 
-    CPU time, because other processes affect it less than wall time.
+    CPU time is measured, because other processes affect it less than wall time.
     """
     steps = {split: _stepper(task, split) for split in cuts}
-    # Once without timing: the first step creates the optimizer state.
+    # Run each step once without timing, because the first step creates the optimizer state.
     for step in steps.values():
         step()
     seconds: dict[BatchCut, list[float]] = {split: [] for split in cuts}
@@ -135,7 +135,7 @@ def step_memory(
     data = ab.batches(task.rows, effective_batch_size=effective_batch_size, steps=3)
     first, second, third = data
     with engine:
-        # The first step creates the optimizer state; the first two check the loss.
+        # The first step creates the optimizer state, and the first two steps check the loss.
         engine.step(first)
         engine.step(second)
         with record_memory(engine) as recording:

@@ -25,7 +25,7 @@ ERROR_SIZES: Final = (64, 16, 4, 2)
 NUM_STEPS: Final = 100
 NUM_HELD_OUT: Final = 1_000
 NUM_LAST: Final = 20
-"""Steps at the end over which the training loss is averaged."""
+"""Number of last steps over which the training loss is averaged."""
 SEEDS: Final = (0, 1, 2)
 LEARNING_RATE: Final = 3e-3
 GROUP_SIZE: Final = 4
@@ -81,7 +81,7 @@ def run(emit: Emit) -> Data:
 
 
 def summary(outcomes: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Return mean, minimum and maximum of every metric over the seeds."""
+    """Return the mean, minimum and maximum of every metric over the seeds."""
     names = outcomes[0]
     return {name: _spread([outcome[name] for outcome in outcomes]) for name in names}
 
@@ -168,7 +168,7 @@ def gradient_errors() -> list[dict[str, Any]]:
     return [
         {"way": config.name, "micro_batch_size": size, "relative_error": gradient_error(config, size)}
         for config in CONFIGS
-        if config.name != "ghost"  # it normalizes groups by definition, so it has no whole-batch gradient as reference
+        if config.name != "ghost"  # "ghost" normalizes groups by definition, so no whole-batch gradient exists
         for size in (ERROR_SIZES if config.sizes == SIZES else config.sizes)
     ]
 

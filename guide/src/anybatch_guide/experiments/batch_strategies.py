@@ -60,7 +60,7 @@ def variances(draws: int, emit: Emit) -> tuple[dict[str, dict[str, float]], list
     """Return the gradient variance of each kind of batch by layer, and the relative errors of accumulated gradients.
 
     The variance is the mean squared distance to the gradient of all samples, in float64. Samples are drawn with
-    replacement; all kinds use the same ones, because a small batch is a part of a large one.
+    replacement; all kinds use the same samples, because each small batch is a part of a large batch.
     """
     rows, model = task_of(RUN.task).rows, copy.deepcopy(trained(RUN)[0]).double()
     all_samples = _in_float64({"inputs": rows.inputs, "targets": rows.targets})
@@ -115,7 +115,7 @@ EXPERIMENT = Experiment(
     question="How do a small batch, an accumulated large one and an unsplit large one differ?",
     run=run,
     seconds=5,
-    # The model is trained in float32, whose rounding differs between processors.
+    # The model is trained in float32, and float32 rounding differs between processors.
     tolerance=1e-2,
     noisy=("seconds_per_sample", "quartiles", "worst_gradient_error"),
 )

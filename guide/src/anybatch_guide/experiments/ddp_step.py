@@ -39,7 +39,7 @@ def run(emit: Emit) -> Data:
 
 
 def samples() -> tuple[Tensor, Tensor]:
-    """Return the inputs and targets of the effective batch, all of them integers."""
+    """Return the inputs and targets of the effective batch, all with integer values."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randint(-1, 2, (EFFECTIVE_BATCH, NUM_WEIGHTS), generator=generator).float()
     return inputs, inputs @ torch.randint(-2, 3, (NUM_WEIGHTS,), generator=generator).float()
@@ -104,7 +104,7 @@ def integers(vector: Tensor) -> list[int]:
 
 
 def epochs_of_sampler() -> dict[str, int]:
-    """Count the samples of rank 0 at the same place in two epochs, with `set_epoch` and without."""
+    """Count how many samples of rank 0 have the same position in two epochs, with `set_epoch` and without."""
     sampler: DistributedSampler[Any] = DistributedSampler(load("digits").rows, num_replicas=NUM_RANKS, rank=0)
     first, without = list(sampler), list(sampler)
     sampler.set_epoch(1)

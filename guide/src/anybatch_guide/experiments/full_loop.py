@@ -17,7 +17,7 @@ from anybatch_guide.lines import significant
 from anybatch_guide.listings.full_loop import make_model, measured, train, ways
 
 NUM_WARM_UP = 2
-"""Warm-up steps before the shown ones: the first ones allocate memory."""
+"""Number of warm-up steps, which allocate memory, before the shown steps."""
 NUM_SHOWN = 2
 ROUNDS = 40
 REFERENCE = "by hand 64 x 1"
@@ -82,7 +82,7 @@ class GradientSnapshots:
 
 
 def quantized_snapshots(rows: Sequence[tuple[int, str, int | None, list[float]]]) -> dict[str, Any]:
-    """Return snapshots as integers from -1000 to 1000, scaled by the largest absolute value of all of them."""
+    """Return snapshots as integers from -1000 to 1000, scaled by the largest absolute value in any snapshot."""
     largest = max(abs(x) for *_, row in rows for x in row)
     snapshots = [
         {"step": step, "after": name, "position": position, "cells": [round(1000 * x / largest) for x in row]}

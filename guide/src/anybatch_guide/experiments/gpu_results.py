@@ -1,6 +1,6 @@
 """Measurements on a GPU, read from the tables in `benchmarks/results`.
 
-They are the memory by counter (allocated, reserved, device), and the speed by micro-batch size.
+The tables have the memory by counter (allocated, reserved, device), and the speed by micro-batch size.
 """
 
 from pathlib import Path
@@ -58,7 +58,7 @@ def device_of(file: str) -> str:
 
 
 def text_of(file: str) -> str:
-    """Return the text of a results file; these exist only in a clone of the repository, not in the package."""
+    """Return the text of a results file; these files exist only in a clone of the repository, not in the package."""
     path = FOLDER / file
     if not path.exists():
         message = f"{path} does not exist. Record this in a clone of the repository."

@@ -78,7 +78,7 @@ class Shards:
                     outputs[number] = self._forward(block, weights, outputs[number])
                 self.kept_bytes = max(self.kept_bytes, _num_bytes([*inputs.values()]))
                 if block == NUM_BLOCKS - 1:
-                    # From here on, `outputs` has gradients of the loss (the mean square) instead of outputs.
+                    # From here on, `outputs` contains gradients of the loss (the mean square).
                     outputs[number] = 2 * outputs[number] / number_of_outputs
                 continue
             block_inputs = inputs.pop((block, number)).requires_grad_()

@@ -14,7 +14,7 @@ from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
 from anybatch_guide.tasks.task import IGNORED, PlaygroundTask, cross_entropy, load
 
 SENTENCES, FIXED_TOKENS = 32, 16.0
-"""Samples of the batch; assumed fixed cost of a micro-batch, in tokens."""
+"""Number of samples in the batch; assumed fixed cost of a micro-batch, in tokens."""
 CAPS = (56, 112, 168, 224, 336, 448, 672, 896, 1344, 1792)
 Row = dict[str, Tensor]
 

@@ -11,15 +11,15 @@ from anybatch_guide.memory.timelines import downsampled, peak_of
 
 EFFECTIVE = 64
 MICRO_SIZES = (64, 32, 16, 8, 4, 2, 1)
-"""Sizes of a micro-batch; each divides the effective batch."""
+"""Micro-batch sizes; each divides the effective batch size."""
 LARGE_SIZES = (128, 64)
-"""Sizes of a micro-batch that are also measured twice per step, for larger effective batches."""
+"""Micro-batch sizes that are also measured with two micro-batches per step, for larger effective batches."""
 ALONE_SIZES = (256, 128, *MICRO_SIZES)
-"""Sizes of a batch in one pass."""
+"""Batch sizes that are measured in one pass."""
 NUM_STEPS = len(MICRO_SIZES) + len(LARGE_SIZES) + len(ALONE_SIZES)
 """Number of measured steps of a configuration."""
 TIMELINE_SIZES = (64, 16, 4)
-"""Micro-batch sizes with a timeline: of the first configuration in this recording, of all in `memory_courses`."""
+"""Micro-batch sizes with a timeline: the first configuration is in this recording, all are in `memory_courses`."""
 NUM_BUCKETS = 90
 """Number of equal parts of a timeline; the highest and the lowest moment of each part are recorded."""
 

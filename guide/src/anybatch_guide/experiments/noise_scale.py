@@ -51,7 +51,7 @@ def run(emit: Emit) -> Data:
 
 def _measured(model: nn.Module) -> Iterator[tuple[int, NoiseEstimate]]:
     """Yield the estimates after each number of steps in `FIXED_STEPS`, with fixed parameters."""
-    # No decay, because parameters do not change. Samples of an epoch are not independent, so draw with replacement.
+    # No decay, because parameters do not change. Draw with replacement, because an epoch's samples are dependent.
     fixed_run, rows = replace(RUN, learning_rate=0.0), task_of(RUN.task).rows
     generator = torch.Generator().manual_seed(RUN.seed)
     noise = GradientNoise(every=1, decay=1.0 - 1e-12)
@@ -83,7 +83,7 @@ def true_scale(model: nn.Module, rows: LabelledSamples) -> float:
 
 
 def _numbers(noise: NoiseEstimate) -> dict[str, Any]:
-    """Return the scale and its interval; None for unknown values."""
+    """Return the noise scale and its interval; None for unknown values."""
     numbers = {"scale": noise.scale, "low": noise.interval[0], "high": noise.interval[1]}
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 

@@ -12,9 +12,9 @@ from anybatch_guide.listings import one_batch, one_mistake
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 WAYS: Mapping[str, tuple[int, int]] = {"64x1": (64, 1), "16x4": (16, 1), "4x16": (4, 1), "2x8x4": (8, 2)}
-"""Micro-batch size and number of ranks of each way."""
+"""Micro-batch size and number of ranks of each way to split the batch."""
 RAGGED: Mapping[str, int] = {"64x1": 64, "16x4": 21, "4x16": 9, "2x8x4": 31}
-"""Micro-batch sizes that leave one sample for the last micro-batch of a rank's share."""
+"""Micro-batch sizes with which the last micro-batch of a rank has a single sample."""
 Train = Callable[..., list[float]]
 
 
@@ -48,7 +48,7 @@ def run(emit: Emit) -> Data:
 
 
 def mistake_sizes() -> dict[str, dict[str, int]]:
-    """Return micro-batch sizes for each mistake and split: unequal if the mistake is correct for equal sizes."""
+    """Return micro-batch sizes for each mistake and split: unequal if equal sizes would hide the mistake."""
     even = {way: size for way, (size, _) in WAYS.items()}
     return {"no_division": even, "clip_each": even, "mean_of_means": dict(RAGGED)}
 
@@ -84,7 +84,7 @@ def distances_of(values: Sequence[float], reference: Sequence[float]) -> list[fl
 
 
 def largest_gap(gaps: Mapping[str, Sequence[float]]) -> float:
-    """Return the largest of all gaps."""
+    """Return the largest gap."""
     return max(max(values) for values in gaps.values())
 
 

@@ -57,7 +57,7 @@ class RateStudy:
         self._losses: dict[StudyRun, list[float]] = {}
 
     def losses(self, run: StudyRun) -> list[float]:
-        """Return the held-out loss of each seed; infinite if it diverged."""
+        """Return the held-out loss of each seed; infinite if the run diverged."""
         if run not in self._losses:
             self._emit({"kind": "guide.progress", "what": f"batch {run.batch_size}, rate {run.learning_rate:g}"})
             losses = [held_out_loss(replace(run, seed=seed)) for seed in SEEDS]
@@ -135,7 +135,7 @@ def rules_of(noise_scale: float) -> dict[str, Rule]:
 
 
 def run(emit: Emit) -> Data:
-    """Run every grid, and one run for each rule and size, at the rate that it derives from the smallest batch size."""
+    """Run every grid, and one run for each rule and size, at the rate that the rule derives from the smallest size."""
     maps = [{"name": name, **_map_data(RateStudy(grid, emit))} for name, grid in GRIDS.items()]
     return {"seeds": list(SEEDS), "as_good": MAX_LOSS_RATIO, "stands_for": STUDY, "maps": maps}
 

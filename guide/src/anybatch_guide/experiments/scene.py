@@ -46,9 +46,9 @@ class SplitRun:
 
     moments: StepMoments = field(default_factory=StepMoments)
     layers: list[tuple[int, int]] = field(default_factory=list)  # (event index, block) when a forward enters a block
-    returns: list[tuple[int, int]] = field(default_factory=list)  # the same for a backward
+    returns: list[tuple[int, int]] = field(default_factory=list)  # (event index, block) when a backward enters a block
     sums: list[list[Tensor]] = field(default_factory=list)  # the gradient after each backward, per step
-    weights: list[Tensor] = field(default_factory=list)  # before the first step and after each
+    weights: list[Tensor] = field(default_factory=list)  # the weights before the first step and after each step
     losses: list[float] = field(default_factory=list)
     trace: MemoryTrace | None = None
 
@@ -110,7 +110,7 @@ def train(sizes: Sequence[int], inputs: Tensor, labels: Tensor) -> SplitRun:
 
 
 def watch_blocks(model: nn.Module, split_run: SplitRun, ledger: MemoryLedger) -> None:
-    """Record when forwards and backwards enter a block: a convolution with its norm and activation, or the rest."""
+    """Record when forwards and backwards enter a block: a convolution with norm and activation, or the last layers."""
     for number, module in enumerate(model.children()):
         block = number // 3
 
@@ -179,7 +179,7 @@ def model_with_state() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:
-    """Return the gradients of all parameters."""
+    """Return the gradients of all parameters that have one."""
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 

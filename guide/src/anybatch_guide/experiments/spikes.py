@@ -28,7 +28,7 @@ CODES = ("spike", "rate_lowered", "rolled_back")
 class Fault:
     """A fault planted into a run."""
 
-    description: str  # its description
+    description: str  # description for the page
     # function (age, batch) -> the batch to train on; the age is the number of steps since the fault began
     batch: Callable[[int, Batch], Batch] = lambda _, batch: batch
     rate: Callable[[int], float] = lambda _: 1.0  # function (age) -> factor of the learning rate
@@ -84,7 +84,7 @@ def run(emit: Emit) -> Data:
             result = run_watched(fault, action)
             is_same = all(result[key] == unwatched.get(key) for key in CURVES)
             unwatched = unwatched or result
-            # Before the fault, all runs equal the healthy one, so only that one is recorded completely.
+            # Before the fault, all runs equal the healthy run, so only the healthy run is recorded completely.
             first_step = 0 if name == "none" else START - STEPS_BEFORE
             curves = {key: None if is_same else result[key][first_step:] for key in CURVES}
             runs.append(

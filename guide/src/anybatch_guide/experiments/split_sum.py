@@ -14,7 +14,7 @@ from anybatch_guide.listings.split_sum import make_model, micro_batch_sizes, run
 
 PARTS = (4, 2, 8)
 LEARNING_RATE = 2.0
-"""High enough to see how the weights move."""
+"""A learning rate high enough to see how the weights move."""
 UNIT = 1e-4
 """Numbers to draw are stored as integer multiples of this unit; differences are stored as floats."""
 

@@ -106,7 +106,7 @@ def with_custom_loss(trainer: type[Any]) -> type[Any]:
 
 
 def with_undivided_loss(trainer: type[Any]) -> type[Any]:
-    """Return a Trainer with the same custom loss, which declares that the loss is not divided yet."""
+    """Return a Trainer with the same custom loss that declares that the loss is not divided yet."""
     undivided: type[Any] = type("UndividedLoss", (with_custom_loss(trainer),), {"loss_is_scaled_for_ga": False})
     return undivided
 
@@ -137,7 +137,7 @@ def train(
     shape: Shape,
     **extra: Any,  # noqa: ANN401 (the Trainer's model)
 ) -> dict[str, list[float]]:
-    """Return the gradient error and the logged loss of each step of an epoch, and the loss of its samples at once."""
+    """Return each step's gradient error and logged loss in an epoch, and the loss of all its samples in one pass."""
     arguments_of = importlib.import_module("transformers").TrainingArguments
     optimizer = ComparingOptimizer(model)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
@@ -169,7 +169,7 @@ def train(
 
 @dataclass(eq=False)
 class ComparingOptimizer(torch.optim.SGD):
-    """An optimizer without updates; `step` compares the gradient with the one of all samples since the last step."""
+    """An optimizer without updates; `step` compares the gradient with the gradient of all samples of the step."""
 
     model: nn.Module
     seen: list[Row] = field(default_factory=list)

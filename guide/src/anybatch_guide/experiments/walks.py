@@ -10,7 +10,7 @@ from anybatch_guide.tracing import TracedFile, trace_program, trace_rank
 
 PROGRAMS_FOLDER = Path(__file__).parents[4] / "examples" / "from_scratch"
 PRINTING_RANKS = {"07_ddp_with_sampler.py": 1}
-"""The rank that prints, for programs where it is not rank 0."""
+"""The rank that prints, for programs in which another rank than 0 prints."""
 
 
 def trace_plain(emit: Emit) -> Data:

@@ -45,7 +45,7 @@ def train(model, loader, optimizer, criterion, accumulation_steps):
 
 
 class RecordingOptimizer(torch.optim.SGD):
-    """SGD that records the gradient, rate, samples and loss of each step; the loss as given to `backward`."""
+    """SGD that records the gradient, rate, samples and loss (the value passed to `backward`) of each step."""
 
     def __init__(self, model: nn.Module, rate: float, criterion: Criterion, *, clears: bool) -> None:
         super().__init__(model.parameters(), lr=rate)
@@ -77,14 +77,14 @@ class RecordingOptimizer(torch.optim.SGD):
         return super().step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 (as torch has it)
-        """Clear the gradients, unless the mistake is that nothing does."""
+        """Clear the gradients, unless the mistake is that gradients are never cleared."""
         if self._clears:
             super().zero_grad(set_to_none)
 
 
 @dataclass(frozen=True)
 class Runs:
-    """A loop with a mistake, the correct one over the unsplit batches, and the setting that decides the error."""
+    """A loop with a mistake, the correct loop over the unsplit batches, and the setting on which the error depends."""
 
     at: str
     wrong: RecordingOptimizer
@@ -138,7 +138,7 @@ def split(
     wrong: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,  # noqa: ANN401 (of `record`)
 ) -> Runs:
-    """Run a loop with micro-batches, with settings of its own, and the correct loop over the unsplit batches."""
+    """Run a loop with micro-batches (with extra settings `wrong`), and the correct loop over the unsplit batches."""
     task = task or load("digits")
     rows = _in_float64(task.rows)
     return Runs(
@@ -149,7 +149,7 @@ def split(
 
 
 def summary(runs: Sequence[Runs], amount: Callable[[Runs], float] = gradient_error) -> dict[str, Any]:
-    """Return the amount in each setting, and the losses in the first."""
+    """Return the effect (`amount`) of the mistake in each setting, and the losses in the first setting."""
     losses = {"with": runs[0].wrong.losses, "without": runs[0].right.losses}
     return {
         "amounts": [{"at": each.at, "amount": amount(each)} for each in runs],
@@ -257,7 +257,7 @@ def contrastive(outputs: Tensor, _targets: Tensor) -> Tensor:
 
 
 def masked_mean(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean over targets that are not ignored, as people write it: NaN, also its gradient, without any."""
+    """Return the mean over targets that are not ignored, as usually written: NaN if all targets are ignored."""
     mask = targets != IGNORED
     losses = F.cross_entropy(logits.flatten(0, -2), targets.clamp(min=0).flatten(), reduction="none")
     return (losses * mask.flatten()).sum() / mask.sum()

@@ -30,7 +30,7 @@ class AccumulationConfig:
 class MeasuredStep:
     """The memory and the work of a measured step."""
 
-    timeline: MemoryTimeline  # its memory by category, over the step
+    timeline: MemoryTimeline  # memory by category, over the step
     gradient_bytes: int  # bytes of one copy of the gradients
     num_operations: int  # tensor operations except views: on a GPU, each starts at least one kernel
 
@@ -51,7 +51,7 @@ class OperationCounter(TorchDispatchMode):
 def measure_accumulated(
     small_model: SmallModel, config: AccumulationConfig, *, effective_batch_size: int, micro_batch_size: int
 ) -> MeasuredStep:
-    """Measure the engine's second step; the first one, of a single micro-batch, creates the optimizer state."""
+    """Measure the engine's second step; the first step, with a single micro-batch, creates the optimizer state."""
     make = small_model.checkpointed if config.checkpointing else small_model.make
     assert make is not None, f"{small_model.name} has no blocks"
     with isolated_random_state():

@@ -1,7 +1,7 @@
 """Memory formulas for transformers from the literature, to compare with a plan.
 
-A formula describes one architecture, and a plan the traced program. If they differ, trust the plan, unless they differ
-by a large factor.
+A formula describes an architecture, and a plan describes the traced program. If they differ, trust the plan, unless
+they differ by a large factor.
 """
 
 ADAM_STATE_BYTES = 16
@@ -18,8 +18,8 @@ def layer_activation_bytes(num_tokens: int, hidden_size: int) -> int:
     """Return the activation bytes of one transformer layer, in 16 bits with dropout: 34 per token and hidden unit.
 
     Source: Korthikanti et al. 2022, equation 1 without the attention scores, which fused attention does not keep.
-    Limits: GPT-2's layer (four times the width inside, GELU, biases, dropout); under autocast with weights in 32 bits
-    a layer's input takes 4 bytes, not 2.
+    Limits: only layers like GPT-2's (inner width 4 x hidden size, GELU, biases, dropout); under autocast with weights
+    in 32 bits, a layer's input takes 4 bytes, not 2.
     """
     return 34 * num_tokens * hidden_size
 

@@ -70,7 +70,7 @@ class _MeasuredRun:
             try:
                 self._pass(self._batch)
             finally:
-                # Also after an error, because its report lists the gradients so far.
+                # Also after an error, because the report of the error lists the gradients so far.
                 ledger.categorize("gradients", (p.grad for p in model.parameters() if p.grad is not None))
         self._optimizer.zero_grad()
 

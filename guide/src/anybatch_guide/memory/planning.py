@@ -36,7 +36,7 @@ class Variant:
     precision: PrecisionName  # number formats of forward and backward
     optimizer: OptimizerName  # default or fused AdamW
     checkpointing: bool  # whether blocks are recomputed in the backward
-    multi_rank: bool  # whether it runs on more than one rank
+    multi_rank: bool  # whether the step runs on more than one rank
 
     def task(self, world_size: int | None = None) -> StepSpec:
         """Return the step as `ab.plan` gets it, with checkpointing and the fused optimizer if selected."""
@@ -65,8 +65,8 @@ class OfferedModel:
     name: str  # name of the model for `anybatch plan`
     sequence_lengths: tuple[int, ...]  # tokens per sample
     precisions: tuple[PrecisionName, ...]  # number formats
-    # whether the page offers several ranks; not for a large model, which is rarely replicated on every rank, and whose
-    # trace would have hundreds of thousands of checksums, by which replicas are compared
+    # whether the page offers several ranks; not for a large model, which is rarely replicated, and whose trace would
+    # have hundreds of thousands of checksums that compare replicas
     with_ranks: bool = True
 
     def variants(self) -> Iterator[Variant]:
@@ -96,14 +96,14 @@ OFFERED_MODELS = (
 class Traced:
     """A traced step."""
 
-    variant: Variant  # its properties
+    variant: Variant  # properties of the step
     task: StepSpec  # the step for the library's own functions
-    envelopes: Envelopes  # its memory for any micro-batch size
+    envelopes: Envelopes  # memory of the step for any micro-batch size
     num_parameters: int  # number of parameters of the model
 
 
 def trace(variant: Variant) -> Traced:
-    """Trace a step at two micro-batch sizes, derive its memory for any size, and verify that at a third size."""
+    """Trace a step at two micro-batch sizes, derive its memory for any size, and verify the result at a third size."""
     task = variant.task()
     ready, _ = built(task)
     return Traced(

@@ -1,8 +1,8 @@
 """Plans as tables, in which the page looks up the plan of a traced step.
 
-The peak of live tensors is piecewise linear in the micro-batch size, so its pieces are stored, exact at every size. The
-allocator's reserved memory and the largest size that fits a device are not linear: they are computed here by
-replaying the allocator, for each device and each possible size.
+The peak of live tensors is piecewise linear in the micro-batch size, so the tables store its pieces, exact at every
+size. The allocator's reserved memory and the largest size that fits a device are not linear; this module computes them
+by replaying the allocator, for each device and each possible size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ def tables(envelopes: Envelopes, *, multi_rank: bool) -> dict[str, Any]:
     shares = rank_shares(multi_rank=multi_rank)
     usable = [budget_of(name, world_size=2 if multi_rank else 1, headroom=None).usable_bytes for name in DEVICE_NAMES]
     largest = [envelopes.largest_allocated(limit) if limit > 0 else 0 for limit in usable]
-    # Only possible sizes, because the allocator is replayed for each.
+    # Only sizes that a plan can have, because the allocator is replayed for each size.
     sizes = sorted({micro_batch_size(share, limit) for share in shares for limit in largest})
     return {
         "steady": [list(piece) for piece in peak_pieces(envelopes.steady)],

@@ -34,7 +34,7 @@ def network(norm: Norm) -> nn.Sequential:
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(WIDTHS):
         stride = 1 if before == 1 else 2
-        # No bias before a norm, which cancels it: its gradient is rounding error, which AdamW turns into full steps.
+        # No bias before a norm: a norm cancels it, so its gradient is rounding error, which AdamW scales to full steps.
         convolution = nn.Conv2d(before, after, 3, padding=1, stride=stride, bias=norm == "none")
         layers += [convolution, _norm(norm, after), nn.GELU()]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(WIDTHS[-1] * 16, 4))

@@ -1,4 +1,4 @@
-"""`spirals`: points of two spiral arms in the plane, and a small network that predicts the arm of each."""
+"""`spirals`: points of two spiral arms in the plane, and a small network that predicts the arm of each point."""
 
 import math
 

@@ -55,7 +55,7 @@ class PlaygroundTask:
 
     @property
     def chance(self) -> float:
-        """Return the loss of a uniform prediction over all classes: the logarithm of their number."""
+        """Return the loss of a uniform prediction over all classes: the logarithm of the number of classes."""
         return math.log(self.num_classes)
 
 

@@ -53,7 +53,7 @@ def in_words(number: int) -> str:
 
 
 def encoded(texts: list[str]) -> tuple[Int[Tensor, "sentence byte"], Int[Tensor, "sentence byte"]]:
-    """Return the bytes of each sentence, and as targets the next bytes; a newline ends it, and padding is ignored."""
+    """Return as inputs a newline and the bytes of each sentence, and as targets the byte after each input."""
     inputs = torch.zeros(len(texts), CONTEXT, dtype=torch.int64)
     targets = torch.full((len(texts), CONTEXT), IGNORED)
     for row, text in enumerate(texts):

@@ -42,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
         if not given.no_browser:
             open_browser(browser_address)
 
-    # Ctrl-C raises here, or makes the server return, depending on its position in its loop.
+    # Ctrl-C raises here or makes the server return, depending on where the server is in its loop.
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(page, watched, ServerAddress(port=given.port), show_address))
     sys.stdout.write("watch  stopped\n")

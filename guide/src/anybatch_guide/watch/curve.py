@@ -18,7 +18,7 @@ MAX_BUCKETS: Final = 240
 _DIGITS: Final = 7
 _LARGEST: Final = 1e30
 AXIS_LIMIT: Final = 2**42
-"""Larger values are drawn at this one, because the ticks of an axis would be equal."""
+"""Larger values are drawn at this value, because the ticks of their axis would be equal."""
 CLIPPED, SKIPPED, UNREAD = 1, 2, 4
 
 
@@ -26,8 +26,8 @@ CLIPPED, SKIPPED, UNREAD = 1, 2, 4
 class Step:
     """The values of one step."""
 
-    step: int  # its number
-    samples: int  # samples of its effective batch
+    step: int  # number of the step
+    samples: int  # samples of the effective batch
     seconds: float  # time since the start of the run, without pauses between resumes
     loss: float  # loss of the effective batch
     norm: float  # gradient norm before clipping; NaN if it was not computed
@@ -84,7 +84,7 @@ class Curve:
     def points(self) -> dict[str, Any]:
         """Return the curves for drawing, in at most `MAX_BUCKETS` sections of steps.
 
-        A section has its smallest and largest loss, and one value of each other curve; None leaves a gap.
+        Each section contributes its smallest and its largest loss, and one value of each other curve; None is a gap.
         """
         size = max(1, -(-len(self.steps) // MAX_BUCKETS))
         indices: list[int] = []
@@ -171,7 +171,7 @@ _STEP: Final = b'"kind":"step"'
 def preview_of(path: Path, size: int) -> dict[str, Any] | None:
     """Return about `NUM_PREVIEW_STEPS` steps of a log as points of a curve; None if steps repeat or the clock changed.
 
-    Numbers of samples assume that all steps have the same number.
+    Numbers of samples assume that all steps have the same number of samples.
     """
     try:
         rows = list(_preview_steps(path, size))

@@ -17,8 +17,8 @@ def lanes_of(ranks: Mapping[int, Sequence[SpanLines]]) -> dict[str, Any] | None:
     """Return the latest step logged by all ranks, as spans, and the parts of the latest steps.
 
     Times are host times: on an accelerator, device work appears where the host waits for it. A rank's time in "reduce"
-    is exposed communication plus waiting for the slowest rank. In each step, the smallest such time over ranks counts
-    as communication; the rest of a rank's time counts as waiting for others.
+    is exposed communication plus waiting for the slowest rank. In each step, the shortest "reduce" of all ranks counts
+    as communication; the remaining "reduce" time of a rank counts as waiting for other ranks.
     """
     shown = dict(sorted(ranks.items())[:MAX_LANES])
     common = sorted(set.intersection(*({step.step for step in steps} for steps in shown.values()))) if shown else []
@@ -70,7 +70,7 @@ def _drawn(rank: int, spans: Sequence[Span], shift: float) -> list[dict[str, Any
                 **details,
             }
         )
-    # Draw only the longest spans; the others would not be visible.
+    # Draw only the longest spans, because shorter ones would not be visible.
     return sorted(drawn, key=lambda part: part["from"] - part["to"])[:MAX_SPANS]
 
 

@@ -47,9 +47,9 @@ def _entries() -> deque[Entry]:
 class SpanLines:
     """The log lines of one step of a rank, decoded on demand."""
 
-    step: int  # its number
-    seconds: float  # its end, on the clock of the log
-    lines: list[bytes]  # lines of its spans
+    step: int  # number of the step
+    seconds: float  # end of the step, on the clock of the log
+    lines: list[bytes]  # lines of the step's spans
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class LogContent:
     curve: Curve = field(default_factory=Curve)  # curve of the steps
     geometry: deque[Entry] = field(default_factory=_entries)  # splits of the batch, with their first step
     diagnoses: deque[Entry] = field(default_factory=_entries)  # the latest diagnoses
-    # Evaluations from the whole run; of the earlier ones, every second, fourth, and so on.
+    # Evaluations from the whole run; of earlier evaluations only every second, fourth, and so on.
     evaluations: deque[Entry] = field(default_factory=_entries)
     checkpoints: deque[Entry] = field(default_factory=_entries)  # written and read checkpoints
     end: Entry | None = None  # the last record of a finished run
@@ -96,7 +96,7 @@ class RankLog:
             self._begin()
         is_span = _SPAN.match
         for line in lines:
-            # Inlined, because most lines end here.
+            # Inlined for speed, because this handles most lines.
             if not is_span(line):
                 self._process(line)
             elif len(self._spans) < MAX_SPAN_LINES:
@@ -122,7 +122,7 @@ class RankLog:
         handle = self._HANDLERS.get(str(line.get("kind")))
         if handle is not None:
             if self._clock_begin is None or line["kind"] == "start":
-                # A new process: the time since the previous one does not count, and its clock may have another zero.
+                # A new process: the pause before it does not count, and its clock may have another zero.
                 self._earlier_seconds, self._clock_begin = min(self._seconds, _MAX_SECONDS), now
             elapsed = min(max(0.0, now - self._clock_begin), _MAX_SECONDS)
             # A resumed process logs its checkpoint and diagnoses before its start.

@@ -202,7 +202,7 @@ def _names(paths: list[Path]) -> list[str]:
 
 
 def _number(value: float) -> float | str:
-    """Return a finite number, or its name as a string."""
+    """Return a finite number unchanged, and another number as its name."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

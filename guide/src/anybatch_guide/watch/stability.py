@@ -64,8 +64,8 @@ class Stability:
 def has_diverged(curve: Curve) -> bool:
     """Return whether the latest loss is not finite, or the last losses are far above the first.
 
-    "Far above": the median of the last 8 is 1.5 times one of the first 3, or is at least 0.75 times it after
-    3 losses above 3 times.
+    "Far above": with L the lowest of the first 3 losses, the median of the last 8 is above 1.5 L; or above 0.75 L, if
+    at least 3 losses of the run are above 3 L.
     """
     losses = [
         loss

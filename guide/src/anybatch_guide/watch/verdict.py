@@ -35,7 +35,7 @@ class Verdict:
 def different_settings(settings: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]:
     """Return the settings that differ and may change losses, as texts.
 
-    A missing setting has its default if both runs are of `anybatch train`. In other runs its value is unknown.
+    If `anybatch train` made both runs, a missing setting has its default; otherwise the value is unknown.
     """
     names = [name for name in {**settings, **other} if name not in _HARMLESS]
     if "recipe" not in settings or "recipe" not in other:
@@ -56,9 +56,9 @@ def compare(
 ) -> Verdict:
     """Compare a run (`other`) with the reference run.
 
-    "another": batch size, seed or number of parameters differ, or the first common loss, or any loss although other
-    settings differ (`differences`).
-    "drifted": the settings and the first loss are equal, but a later one differs. "same": no loss differs.
+    "another": batch size, seed, number of parameters or the first common loss differs; or another setting
+    (`differences`) and any loss differ. "drifted": settings and the first loss are equal, but a later loss differs.
+    "same": no loss differs.
     """
     reasons = tuple(
         f"{name}: {facts[key]} there, {other_facts[key]} here"
@@ -91,7 +91,7 @@ def compare(
 
 @dataclass(frozen=True, slots=True)
 class _LossComparison:
-    """The losses of two runs in common steps; `step` is the first one that differs by more than rounding."""
+    """The losses of two runs in common steps; `step` is the first step whose losses differ by more than rounding."""
 
     num_steps: int
     largest: float | None

@@ -14,7 +14,7 @@ _SLICES_PER_UPDATE: Final = 6
 
 
 class WatchedRuns:
-    """The watched runs; the first is the reference for the others."""
+    """The watched runs; all runs are compared with the first."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths = paths
