@@ -43,17 +43,17 @@ def test_names_mean_one_device_each() -> None:
 @pytest.mark.parametrize(
     ("parse", "text", "said"),
     [
-        (find_device, "3080", "one of several: RTX 3080 10GB, RTX 3080 12GB, RTX 3080 Ti"),
-        (find_device, "H100X", "Is it H100"),
-        (find_device, "abacus", "Known are RTX 2060, .* give its memory instead, such as 24GiB"),
-        (find_device, "", "not known"),
+        (find_device, "3080", "Choose one of RTX 3080 10GB, RTX 3080 12GB, RTX 3080 Ti"),
+        (find_device, "H100X", "Did you mean H100"),
+        (find_device, "abacus", "Known devices: RTX 2060, .* give its memory instead, such as 24GiB"),
+        (find_device, "", "unknown device"),
         (parse_bytes, "24 gigs", "unknown unit 'gigs' .* Is it 24GiB or 24GB"),
         (parse_bytes, "GiB", "'GiB' is not a memory size"),
         (parse_bytes, "-3GiB", "not a memory size"),
         (parse_bytes, "0GiB", "less than one byte"),
         (parse_budget, "24", "has no unit"),
         (parse_budget, "24G", "Is it 24GiB or 24GB"),
-        (parse_budget, "rtx 4900", r"is not known\. Is it RTX 4090"),
+        (parse_budget, "rtx 4900", r"unknown device .rtx 4900.\. Did you mean RTX 4090"),
     ],
 )
 def test_others_are_refused(parse: Callable[[str], object], text: str, said: str) -> None:

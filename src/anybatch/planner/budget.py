@@ -18,7 +18,8 @@ COMMUNICATOR_BYTES: Final = 688 * 10**6
 allocator."""
 WORKSPACE_BYTES: Final = 32 * 2**20
 """cuBLAS's workspace on Hopper; 8.1 MiB on older devices. It comes from torch's allocator and is never freed.
-Forward and backward run in separate threads, so an H200 used two of them, and 1 MiB for cuBLASLt, within the headroom.
+Forward and backward run in separate threads, so an H200 used two workspaces, and 1 MiB for cuBLASLt: the headroom
+covers the difference.
 """
 NOT_MEASURED: Final = "nothing has been measured on it yet"
 

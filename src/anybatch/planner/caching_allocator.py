@@ -5,8 +5,8 @@ smallest free block that is large enough, splits off the rest, and never moves b
 device is full, it frees segments without allocations and retries.
 
 Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h of version 2.13, default settings.
-Limits: new segments are assumed to lie above older ones. Not modelled: graphs' private pools, and memory used by
-several streams, which is free only once all of them have finished with it.
+Limits: new segments are assumed to have higher addresses than older segments. Not modelled: private pools of CUDA
+graphs, and memory used by several streams, which becomes free only after the last stream has finished with it.
 """
 
 from bisect import bisect_left, insort
@@ -29,7 +29,7 @@ LARGE_SEGMENT_BYTES = 20 * MEBIBYTE
 MIN_SEPARATE_BYTES = 10 * MEBIBYTE
 """kMinLargeAlloc: from this size on, an allocation without a free block gets a separate segment."""
 SEGMENT_ROUNDING_BYTES = 2 * MEBIBYTE
-"""kRoundLarge: such segments are multiples of this."""
+"""kRoundLarge: the sizes of separate segments are multiples of this."""
 
 _ENDLESS = 1 << 60
 
@@ -73,10 +73,10 @@ def replay(
 
 
 def largest_that_fits(envelope: MemoryEnvelope, limit_bytes: int, *, expandable: bool = False) -> int | None:
-    """Return a large micro-batch size that fits in `limit_bytes` of reserved memory; 0 if none does, None: no limit.
+    """Return a large micro-batch size that fits in `limit_bytes` of reserved memory; 0: no size fits, None: all fit.
 
     The search starts from the size that tensors alone would allow, and bisects if the allocator needs more memory.
-    Fragmentation is not monotonic in the size, so a larger size may fit; the returned size was replayed and fits.
+    Fragmentation is not monotonic in the size, so a larger size may fit; a replay has confirmed the returned size.
     """
     pools = envelope.trace.pools
 
@@ -273,9 +273,9 @@ class _Allocator:
         if stop < block.address + block.size:
             self._put(self._split(block, stop - block.address))
         if start > block.address:
-            whole = self._split(block, start - block.address)
+            pages = self._split(block, start - block.address)
             self._put(block)
-            block = whole
+            block = pages
         block.is_mapped = False
         self._reserved -= block.size
         self._put(self._merged(block))
@@ -334,7 +334,7 @@ class _Allocator:
 
 
 def _room_around(block: _Block, size: int) -> _Block | None:
-    """Return the first block of a free run around an unmapped one if the run has room for `size`; else None."""
+    """Return the first block of the run of free blocks around `block` if the run has room for `size`; else None."""
     start = block
     if block.before is not None and not block.before.is_allocated:
         start = block.before

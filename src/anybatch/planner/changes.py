@@ -1,4 +1,4 @@
-"""Changes that save memory or time in a training step. Each is a function from step to step, so they combine."""
+"""Changes that save memory or time in a training step: functions from a step to a changed step, so they combine."""
 
 import copy
 import dataclasses
@@ -152,7 +152,7 @@ def named_change(spec: StepSpec, name: str) -> Change:
 
 
 def optimizer_name(train: TrainSpec) -> str:
-    """Return the class name of an optimizer; a function is called with meta parameters."""
+    """Return the class name of a step's optimizer; an optimizer function is called with meta parameters."""
     optimizer = _build_optimizer(train)
     return getattr(train.optimizer, "__name__", "an optimizer") if optimizer is None else type(optimizer).__name__
 
@@ -223,14 +223,14 @@ def _precision_changes(spec: StepSpec) -> list[Change]:
 
 
 def _block_changes(spec: StepSpec) -> list[Change]:
-    """Return the change to activation checkpointing of repeated blocks, if the model has some."""
+    """Return the change to activation checkpointing of the model's repeated blocks, if it has such blocks."""
     model = as_module(spec.trained.model)
     rows = repeated_blocks(model)
     if not rows or _checkpoints_itself(model):
         return []
     configs = (getattr(one, "config", None) for one in model.modules())
     has_cache = any(getattr(config, "use_cache", False) is True for config in configs)
-    # Blocks are found by class, also inside adapters.
+    # The code finds blocks by class, which also works inside adapters.
     kinds = dict.fromkeys(spec.called.get(blocks.kind.__name__, blocks.kind.__name__) for blocks in rows)
     lines = [
         _AGAIN,
@@ -343,7 +343,7 @@ def _adapter_changes(spec: StepSpec, rank: int) -> list[Change]:
         lora,
         name=f"LoRA of rank {rank} on a base in 4 bits",
         how="\n".join((*loading, *adapter_lines(module, rank, called))),
-        costs=f"{costs}; its layers are rounded to 4 bits",
+        costs=f"{costs}; layers of the base are rounded to 4 bits",
         apply=partial(_with_adapters, rank, True, autocasts),  # noqa: FBT003 (`partial`)
     )
     return [lora, in_four_bits]

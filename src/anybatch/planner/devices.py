@@ -30,7 +30,7 @@ class Device:
         name: the device's name, as in `anybatch plan --device`.
         memory_bytes: memory that a program can use (`total_memory` in torch), which is less than advertised.
         flops_per_second: peak of matrix products by number format; "fp32" also applies to all other operations.
-        bytes_per_second: bandwidth of its memory.
+        bytes_per_second: bandwidth of the device's memory.
         link_bytes_per_second: bandwidth to another device of the same machine, in one direction.
         also_called: other names used by drivers and vendors.
     """
@@ -155,7 +155,7 @@ def devices_of(file: Path) -> tuple[Device, ...]:
         rows = json.loads(file.read_text(encoding="utf-8"))
         return tuple(_device_from_row(row) for row in ([rows] if isinstance(rows, dict) else rows))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        message = f"{str(file)!r} lists no devices ({type(error).__name__}: {error}). It must be a list of {_WANTED}."
+        message = f"{str(file)!r} is not a list of devices ({type(error).__name__}: {error}). A device is {_WANTED}."
         raise UserError(message) from error
 
 
@@ -183,14 +183,14 @@ def find_device(name: str, devices: Sequence[Device] = DEVICES) -> Device:
     # "A100" has two memory sizes, so the name is ambiguous.
     longer = [one.name for one in devices if wanted and any(other.startswith(wanted) for other in _names(one))]
     if len(longer) > 1:
-        message = f"device {name!r} is one of several: {', '.join(longer)}. Choose one."
+        message = f"device {name!r} is ambiguous. Choose one of {', '.join(longer)}."
         raise UserError(message)
     near = difflib.get_close_matches(wanted, [_normalized(one.name) for one in devices], n=3, cutoff=0.5)
     found = longer or [one.name for close in near for one in devices if _normalized(one.name) == close]
-    meant = f" Is it {' or '.join(found)}?" if found else ""
+    meant = f" Did you mean {' or '.join(found)}?" if found else ""
     message = (
-        f"device {name!r} is not known.{meant} Known are {', '.join(device.name for device in devices)}. "
-        "For any other, give its memory instead, such as 24GiB."
+        f"unknown device {name!r}.{meant} Known devices: {', '.join(device.name for device in devices)}. "
+        "For any other device, give its memory instead, such as 24GiB."
     )
     raise UserError(message)
 
@@ -210,7 +210,7 @@ def parse_budget(text: str) -> tuple[int, Device | None]:
     """Return the bytes of a budget given as a size or as a device's name, and the device, if any.
 
     Raises:
-        UserError: the text is neither.
+        UserError: the text is neither a size nor the name of a device.
     """
     # "3090" looks like a number of bytes, but is a device.
     if re.fullmatch(r"[\d.]+\s*[kmgt]?i?b?", text.strip().lower()) and not any(

@@ -1,4 +1,4 @@
-"""Memory of a step at any micro-batch size, extrapolated from traces of a few."""
+"""Memory of a step at any micro-batch size, extrapolated from traces of a few sizes."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from anybatch.planner.step_trace import StepTrace, trace_step, without_garbage_c
 TRACED = (2, 3)
 """Micro-batch sizes to trace. A single sample is special: axes may be squeezed, and BatchNorm rejects it."""
 _MIN_CHECKED = 5
-_DRAWN = " The values are drawn by torch.rand: set the probability to 0, and the step can be planned."
+_DRAWN = " The values come from torch.rand: set the probability of dropping layers to 0 to plan the step."
 Binding = Literal["tensors", "allocator", "optimizer step", "batch"]
 """The limit that a larger micro-batch would exceed; "batch" if the whole rank share fits."""
 
@@ -97,7 +97,7 @@ def find_envelopes(spec: StepSpec, usable_bytes: int, *, max_samples: int | None
     ready, _ = built(spec)
     try:
         found = _extrapolated(ready)
-        # If nothing fits, the check would only make the missing memory more exact.
+        # If not even one sample fits, a check would only make the amount of missing memory more exact.
         if found.steady.peak_bytes(1) <= usable_bytes:
             size = _smaller(found.largest(usable_bytes), max_samples, joint_limit(ready))
             size = _MIN_CHECKED if size is None or size <= TRACED[1] else size
@@ -117,9 +117,9 @@ def find_envelopes(spec: StepSpec, usable_bytes: int, *, max_samples: int | None
 
 
 def with_alone(found: Envelopes, spec: StepSpec, usable_bytes: int, share: int) -> Envelopes:
-    """Return envelopes with `alone`, those of a step with one micro-batch, if all samples of a rank may fit into one.
+    """Add `alone`, the envelopes of a step with one micro-batch, if all samples of a rank may fit into one.
 
-    In such a step no gradients of earlier micro-batches exist next to activations, which saves up to a fifth.
+    In a step with one micro-batch, activations never coexist with gradients, which saves up to a fifth of the memory.
     """
     largest = found.largest(usable_bytes)
     near = largest is None or 2 * largest >= share
@@ -143,23 +143,23 @@ def _with_inputs(envelope: MemoryEnvelope, num_samples: int, num_micro_batches: 
 def _extrapolated(ready: StepSpec) -> Envelopes:
     """Return the envelopes through traces of the two smallest sizes."""
     low, high = TRACED
-    one = trace_step(ready, low)
-    if one.sharded:
+    small = trace_step(ready, low)
+    if small.sharded:
         # Trace again: the first time, torch creates full-size tensors to infer how each operation is sharded.
-        one = trace_step(ready, low)
-    notes = one.notes
-    if one.numbers_read or one.truths_read:
-        _check_independence(ready, one)
-        notes = (*notes, "the step reads values of tensors; in a test its memory did not depend on them")
-    other = trace_step(ready, high)
+        small = trace_step(ready, low)
+    notes = small.notes
+    if small.numbers_read or small.truths_read:
+        _check_independence(ready, small)
+        notes = (*notes, "the step reads values of tensors; a second trace with other values used the same memory")
+    large = trace_step(ready, high)
     return Envelopes(
-        steady=fit(one.steady, low, other.steady, high),
-        first=fit(one.first, low, other.first, high),
+        steady=fit(small.steady, low, large.steady, high),
+        first=fit(small.first, low, large.first, high),
         profile=ready.profile,
-        costs=fit_costs(one.costs, low, other.costs, high),
+        costs=fit_costs(small.costs, low, large.costs, high),
         notes=notes,
-        sharded=one.sharded,
-        decisions=one.decisions,
+        sharded=small.sharded,
+        decisions=small.decisions,
     )
 
 

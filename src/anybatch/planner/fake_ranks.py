@@ -85,7 +85,7 @@ def recorded_resizes(ledger: MemoryLedger) -> Iterator[None]:
 
 
 def with_gradients(trace: MemoryTrace) -> MemoryTrace:
-    """Return the trace with temporaries that outlive a backward as "gradients": FSDP2 keeps them outside of `.grad`."""
+    """Categorize temporaries that outlive a backward as "gradients", which FSDP2 keeps outside of `.grad`."""
     freed_at = {-event - 1: position for position, event in enumerate(trace.events) if event < 0}
     ends = [position for position, name in trace.marks if name.startswith("micro-batch") and name.endswith("ends")]
     kept = set()
@@ -103,7 +103,7 @@ def with_gradients(trace: MemoryTrace) -> MemoryTrace:
 
 
 def joint_limit(spec: StepSpec) -> int | None:
-    """Return the largest micro-batch size with more than two micro-batches per step, for a loss across samples."""
+    """For an `ab.joint` loss, return the largest size that splits a rank's samples into more than two micro-batches."""
     loss, num_samples = spec.trained.loss, spec.trained.effective_batch_size
     if not isinstance(loss, Loss) or loss.kind.encode is None or num_samples is None:
         return None

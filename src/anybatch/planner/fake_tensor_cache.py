@@ -37,7 +37,7 @@ _device_of = fake_device_getter()
 def fake_mode() -> FakeTensorMode:
     """Return a `FakeTensorMode` that accepts real tensors too.
 
-    Its built-in cache is off, because it would only get the operations that this cache lacks, and hashing an operation
+    Torch's cache is off: it would only receive the operations that this module does not cache, and hashing an operation
     costs as much as running it.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -227,7 +227,7 @@ def _part_of(
         if one is tensor:
             return _Argument(number)
     bases = [number for number, one in enumerate(tensors) if storage_of(one) == storage_of(tensor)]
-    # If arguments share memory, the base of the view is ambiguous; offsets of another type are in other units.
+    # If arguments share memory, the base of the view is ambiguous; offsets of another dtype have another unit.
     if len(bases) > 1 or any(tensors[at].dtype is not tensor.dtype for at in bases):
         return None
     part = _TensorMetadata(

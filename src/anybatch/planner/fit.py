@@ -40,7 +40,7 @@ class Fit:
     """The largest micro-batch that fits, with or without a change of the step."""
 
     name: str  # the change; empty for none
-    how: str  # the code to write for it
+    how: str  # code that makes the change
     world_size: int
     largest: int  # the largest micro-batch size that keeps the headroom; 0 if not even one sample fits
     micro_batch_size: int  # the proposed size: a rank's samples in even parts of at most `largest`; 1 if nothing fits
@@ -92,7 +92,7 @@ class PlanTarget:
 def fit_of(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, name: str = "", how: str = "") -> Fit:
     """Return the largest micro-batch that fits, and the split of a rank share; `envelopes` give memory at any size."""
     usable, share, expandable = target.budget.usable_bytes, target.share(spec.world_size), target.expandable_segments
-    # A step with one micro-batch (`alone`) needs less memory, since no gradients of earlier ones exist.
+    # A step with one micro-batch (`alone`) needs less memory, because no earlier micro-batch has left gradients.
     alone, requested, costs = envelopes.alone, target.micro_batch_size, envelopes.costs
     if alone is not None and (requested is None or requested >= share) and _largest(alone, target, share) == share:
         envelopes = alone
@@ -226,7 +226,7 @@ def _fsdp(spec: StepSpec, target: PlanTarget) -> Fit:
 
 
 def best_first(fits: Iterable[Fit]) -> list[Fit]:
-    """Sort plans: those that fit first, then by predicted time, by fewer micro-batches, and by larger ones."""
+    """Sort plans: fitting plans first, then by predicted time, number of micro-batches, and descending `largest`."""
 
     def sort_key(one: Fit) -> tuple[bool, float, int, int, int]:
         seconds = float("inf") if one.seconds is None else one.seconds.total

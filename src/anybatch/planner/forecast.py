@@ -61,7 +61,7 @@ def control_bytes(num_parameters: int, *, counts_need_data: bool) -> tuple[int, 
     """Return the bytes that a rank sends before a step and at its end, from the second step on; 0: no message.
 
     If counts need the data, `World.gather_from` gathers a few numbers before the step. At the end of the step
-    `parallel/agreement.py` gathers the loss of one term, a byte per parameter, two more, and `NUM_DIGESTS` digests.
+    `parallel/agreement.py` gathers one loss, a byte per parameter, two more bytes, and `NUM_DIGESTS` digests.
     """
     counts = _NUMBER_BYTES * _COUNT_NUMBERS if counts_need_data else 0
     return counts, 2 + num_parameters + _NUMBER_BYTES * (1 + NUM_DIGESTS)
@@ -84,13 +84,13 @@ def forecast(
 
     A step consists of: exchanging counts if they need the data; forwards and backwards of the slowest rank, with
     buckets reduced as its last backward completes them; the control plane, where ranks agree that none has failed; the
-    update. Each row splits it into computing and waiting for the slowest rank, the network and the control plane.
+    update. Each row splits a step into computing, and waiting for the slowest rank, the network and the control plane.
 
     Args:
         workload: sizes of the model and batch, and the times of one rank.
         cluster: the network.
         world_size: maximum number of ranks to show.
-        strategy: how ranks sum gradients; `ddp` is assumed to send the same as `all_reduce`.
+        strategy: how ranks sum gradients; `ddp` is assumed to send the same messages as `all_reduce`.
         reduction: when `fsdp` reduces gradients.
 
     Raises:
@@ -189,7 +189,7 @@ def _row(
 def _replicated(
     workload: Workload, cluster: Cluster, num_ranks: int, micro_batches: Sequence[float]
 ) -> tuple[float, float]:
-    """Return when the last backward and the last reduction end, for replicas, which send buckets in this backward.
+    """Return the end times of the last backward and the last reduction, for replicas that reduce buckets meanwhile.
 
     Buckets are completed at an even rate and reduced one after the other. If the network is slower than the backward,
     reductions follow each other without a pause; otherwise only the last bucket is exposed, or the last two if the last
@@ -229,7 +229,7 @@ def _sharded_micro_batch(
 ) -> tuple[float, float]:
     """Return the end of a micro-batch's computation under FSDP2, and of its last reduce-scatter.
 
-    While a block computes, the weights of the next one are gathered, in forward and backward; gradients are scattered
+    While a block computes, the weights of the next block are gathered, in forward and backward; gradients are scattered
     after each block's backward. All blocks take the same time, and collectives share one link, in order.
     """
     num_blocks = len(gathers)
@@ -288,7 +288,7 @@ def _unvalidated(cluster: Cluster, strategy: StrategyName, world_size: int) -> t
     if world_size > MEASURED_RANKS:
         found.append(f"more than {MEASURED_RANKS} ranks")
     if strategy == "ddp":
-        found.append("ddp, assumed to send the same as all_reduce")
+        found.append("ddp, assumed to send the same messages as all_reduce")
     if strategy == "zero1":
         found.append("zero1's broadcasts, counted as one all-gather")
     if strategy == "fsdp":

@@ -18,7 +18,7 @@ FsdpReduction = Literal["every_micro_batch", "last_micro_batch"]
 Algorithm = Literal["best", "ring", "tree", "gloo"]
 
 BACKWARD_SHARE = 2 / 3
-"""Share of the backward in a micro-batch's time: it computes two matrix products for each one of the forward."""
+"""Share of the backward in a micro-batch's time: it computes two matrix products for each product of the forward."""
 CONTROL_LATENCY_SECONDS = 100e-6
 """Minimum latency of a control-plane round, measured between two network namespaces of a busy machine
 (benchmarks/control_plane.py). TCP accounts for 30 us (benchmarks/results/several_hosts_cpu_2026-11-24.md), waking
@@ -225,7 +225,7 @@ class ForecastReport:
     def __str__(self) -> str:
         """Return tables, the largest useful number of ranks, and the assumptions."""
         last = self.largest_useful
-        useful = "no end found" if last is None else f"{last:,} rank{'s' * (last != 1)}"
+        useful = "no limit found" if last is None else f"{last:,} rank{'s' * (last != 1)}"
         lines = [
             *self._heading(),
             "",

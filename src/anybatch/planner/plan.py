@@ -37,7 +37,7 @@ _NAME_WIDTH, _COLUMNS = 11, 80
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """The micro-batch size that fits on a device, and the reason; `print(plan)` shows it.
+    """The micro-batch size that fits on a device, and the limit; `print(plan)` shows the plan as text.
 
     Attributes:
         name: name of the recipe, model or class.

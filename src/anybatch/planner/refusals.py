@@ -156,8 +156,8 @@ class HostReads(TorchDispatchMode):
     With real data the program might branch differently. To detect this, the program runs again with other made-up
     values (`other`), and the two traces are compared.
 
-    A number drawn by `torch.rand` is taken to be near 1 (with `other`: near 0), also in comparisons. It is never 0, so
-    a layer with drop probability 0 is never dropped. (`torch.rand` returns 0 once in 16 million.)
+    A number drawn by `torch.rand` is assumed to be near 1 (with `other`: near 0), also in comparisons. It is never 0,
+    so a layer with drop probability 0 is never dropped. (`torch.rand` returns 0 once in 16 million.)
     """
 
     def __init__(self, phase: Callable[[], Phase], *, other: bool = False) -> None:

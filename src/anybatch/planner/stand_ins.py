@@ -73,7 +73,7 @@ class AdamW8bit(Optimizer):
 class LoraLinear(nn.Module):
     """A frozen linear layer plus a trained product of two narrow matrices: LoRA without dropout.
 
-    As in peft, the product has the adapter's dtype, and the sum has the layer's.
+    As in peft, the product has the adapter's dtype, and the sum has the layer's dtype.
     Source: Hu et al. 2021, "LoRA", section 4.1, with alpha twice the rank.
     """
 

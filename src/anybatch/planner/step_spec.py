@@ -79,7 +79,7 @@ def fake_twin(value: ValueT, mode: Mode) -> ValueT:
 
 
 def fake_batch(sample: Batch, num_samples: int, mode: Mode) -> Batch:
-    """Return a batch of `num_samples` fake samples, each shaped like those of `sample`; no data is read."""
+    """Return a batch of `num_samples` fake samples with the shapes of `sample`; no data is read."""
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:
         shape = (num_samples, *tensor.shape[1:]) if tensor.dim() else ()
@@ -166,7 +166,7 @@ def _modules_in(value: object) -> list[nn.Module]:
 
 
 NUM_MICRO_BATCHES = 2
-"""Two are enough: from the second on, gradients are already allocated."""
+"""Two micro-batches are enough: from the second on, gradients are already allocated."""
 MakeTrainSpec = Callable[[], TrainSpec]
 """Each call creates a new model, and a new optimizer unless that is a function."""
 
@@ -198,7 +198,7 @@ class StepSpec:
 
 
 def samples_in_memory(spec: StepSpec, share: int | None) -> int | None:
-    """Return the number of samples whose inputs are in memory simultaneously; None: those of the traced micro-batches.
+    """Return the number of samples whose inputs are in memory simultaneously; None: only the traced micro-batches.
 
     If a loss counts items in the data, a CPU rank loads its whole share before the first micro-batch, since the divisor
     depends on it. An accelerator still receives one micro-batch at a time.

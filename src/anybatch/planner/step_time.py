@@ -48,7 +48,7 @@ class Operation:
     flops: int = 0  # floating-point operations; 0 if not counted for this kind
     num_bytes: int = 0  # bytes of its arguments, of its results, and again of arguments changed in place
     num_tensors: int = 1  # number of tensors that a foreach operation processes; otherwise 1
-    dims: tuple[int, ...] = ()  # (batch, rows, columns, inner) of a matrix product; empty for others
+    dims: tuple[int, ...] = ()  # (batch, rows, columns, inner) of a matrix product; empty for other operations
 
 
 EFFICIENCY: Mapping[OperationKind, float] = {
@@ -63,7 +63,7 @@ EFFICIENCY: Mapping[OperationKind, float] = {
 }
 """Fraction of the roofline that vendors' kernels reach at sizes that fill a device. Rules of thumb."""
 BAND = (0.6, 2.0)
-"""Expected range of measured / predicted time: from 0.6 to twice the prediction. A rule of thumb, too."""
+"""Expected range of measured / predicted time, also a rule of thumb: from 0.6 times to twice the prediction."""
 LAUNCH_SECONDS = 2e-6
 HOST_SECONDS = 8e-6
 """Time per operation of Python, dispatcher and autograd on the host."""
@@ -72,7 +72,7 @@ BUCKET_BYTES = 25 << 20
 
 
 def operation_seconds(operations: Iterable[Operation], device: Device) -> float:
-    """Return the seconds of operations on an accelerator, which computes while the host prepares the next ones."""
+    """Return the seconds of operations on an accelerator, which computes while the host launches later operations."""
     busy = host = 0.0
     for one in operations:
         if one.phase != "setup":
@@ -210,7 +210,7 @@ def step_seconds(
     """Return the time of a step on a rank that runs micro-batches of the given sizes.
 
     The first micro-batch creates the gradients, later ones add to them. An `ab.joint` loss runs all forwards first,
-    so the first traced micro-batch computes more than later ones; then each gets the mean of the traced times.
+    so the first traced micro-batch computes more than later ones; for such a loss, all have the mean of both times.
     """
     seconds = {size: _micro_batch_seconds(costs.at(size), device) for size in set(sizes)}
     exposed = 0.0
@@ -252,7 +252,7 @@ _PRODUCTS = {
 """Operation -> positions of the two arguments that are multiplied."""
 _CONVOLUTIONS = ("convolution", "convolution_overrideable", "cudnn_convolution", "mkldnn_convolution")
 _TRANSPOSED = 6
-"""Position of `transposed` in the arguments of `aten.convolution`; its backward has the output's gradient before."""
+"""Position of `transposed` in the arguments of `aten.convolution`; in its backward, the gradient precedes these."""
 _LOOK_UPS = ("embedding", "index_select", "gather", "index", "nll_loss_forward", "nll_loss2d_forward", "take")
 """Operations that read only as much of their first tensor as they write."""
 _ALLOCATIONS = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
@@ -306,25 +306,25 @@ def operation_of(
     micro_batch: int = 0,
 ) -> Operation:
     """Return the cost of an operation, from its arguments and its result."""
-    given = _tensors((args, kwargs))
+    inputs = _tensors((args, kwargs))
     results = _tensors(result)
     changed = _changed(func, args, kwargs)
     name = func.overloadpacket.__name__
     kind = _kind(name)
-    homes = {storage_key(home) for tensor in given if (home := storage_or_none(tensor)) is not None}
+    homes = {storage_key(home) for tensor in inputs if (home := storage_or_none(tensor)) is not None}
     # Results that share memory with an argument are views of it, and move no bytes.
     fresh = [one for one in results if (home := storage_or_none(one)) is None or storage_key(home) not in homes]
     if kind == "other" and (name in _ALLOCATIONS or (not fresh and not changed)):
         kind = "view"
     # `out=` arguments are written, not read.
     overwritten = set(map(id, _tensors(kwargs.get("out"))))
-    sources = [tensor for tensor in given if id(tensor) not in overwritten]
+    sources = [tensor for tensor in inputs if id(tensor) not in overwritten]
     return Operation(
         name=name,
         kind=kind,
         phase=phase,
         micro_batch=micro_batch,
-        dtype=_DTYPE_NAMES.get(given[0].dtype, "fp32") if given else "fp32",
+        dtype=_DTYPE_NAMES.get(inputs[0].dtype, "fp32") if inputs else "fp32",
         flops=_flops(func, kind, args, kwargs, result),
         num_bytes=0 if kind == "view" else _bytes_moved(name, sources, [*fresh, *changed]),
         # A foreach operation begins with a list of tensors.
@@ -369,7 +369,7 @@ def _changed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
 
 
 def _bytes_moved(name: str, sources: list[torch.Tensor], written_to: list[torch.Tensor]) -> int:
-    """Return the bytes read and written; an expanded tensor counts with its memory."""
+    """Return the bytes read and written; of an expanded tensor, count only the bytes that it has in memory."""
     written = sum(map(_num_bytes, written_to))
     reads = [_num_bytes(tensor) for tensor in sources]
     if name in _LOOK_UPS and reads:

@@ -98,7 +98,7 @@ def trace_step(
 
 def _two_steps(twin: "_TwinRun", reads: HostReads, micro_batch_size: int) -> StepTrace:
     ledger, spec, recorder = twin.ledger, twin.spec, OperationRecorder()
-    # The mode entered last sees an operation first: the ledger records, then the fake mode creates the result.
+    # The mode entered last handles an operation first: the ledger, then the fake mode, which creates the result.
     with (
         as_planning_errors(twin.modules, lambda: reads.at),
         twin.mode,

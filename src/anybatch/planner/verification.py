@@ -56,11 +56,11 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification
         PlanError: the plan is for several ranks, or its model or optimizer is an object instead of a function.
     """
     if spec.world_size > 1 or isinstance(spec.train, TrainSpec):
-        message = "only a plan for one rank whose `train` is a function can be verified. Plan it that way."
+        message = "only plans for one rank, with a `train` function, can be verified. Plan a function () -> TrainSpec."
         raise PlanError(message)
     new_train = spec.train()
     if isinstance(new_train.optimizer, Optimizer):
-        message = "only a plan whose optimizer is a function can be verified. Plan it that way."
+        message = "only plans with an optimizer function can be verified. Pass named_parameters -> optimizer."
         raise PlanError(message)
     device = torch.device(device)
     size = fit.micro_batch_size
