@@ -1,7 +1,7 @@
 """`contrastive`: two encoders learn which halves of handwritten digits belong together, in seconds on a CPU.
 
-One sees the even columns of an image, the other the odd ones. The loss compares every half with all others of the
-effective batch, so it needs `ab.joint`: a micro-batch alone has fewer negatives, which makes the task easier.
+One encoder sees the even columns of an image, the other encoder the odd columns. The loss compares each half with all
+halves of the effective batch, so it needs `ab.joint`: a micro-batch has fewer negatives, which makes the task easier.
 """
 
 import torch

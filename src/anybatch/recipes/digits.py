@@ -60,7 +60,7 @@ def accuracy(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Float[Tens
 class Digits(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Images of handwritten digits with labels.
 
-    "held_out" is 36 images of each digit, always the same ones. With `shifted`, each image moves by up to one pixel in
+    "held_out" is 36 images of each digit, the same in every run. With `shifted`, each image moves by up to one pixel in
     each direction, drawn for each sample and epoch.
     """
 

@@ -1,8 +1,8 @@
 """`finetune`: fine-tune a causal language model of Hugging Face on passages of text, padded or packed.
 
 Passages differ in length by a factor of hundreds, so this is the recipe for token budgets: `--micro-batch-tokens 2048`.
-By default a small Llama with random weights reads the source code of Python's standard library, byte by byte; pass a
-folder with a saved model and its tokeniser to use those. Downloads nothing.
+By default a small Llama with random weights reads the source code of Python's standard library, byte by byte; to train
+another model, pass a folder with the saved model and its tokeniser. Downloads nothing.
 """
 
 import importlib
@@ -28,11 +28,11 @@ from anybatch.recipes.text import NUM_BYTE_VALUES, adamw, list_files, warm_up_an
 _LIBRARY_BYTES = 1_000_000
 Encode = Callable[[str], list[int]]
 Layout = Literal["padded", "packed", "auto"]
-"""Padded to the longest sample of a micro-batch, packed into one row, or the faster one under a token budget."""
+"""Padded to the longest sample of a micro-batch, packed into one row, or the faster of both under a token budget."""
 
 
 class Passages(Dataset[dict[str, Tensor]]):
-    """The passages of text files, separated by blank lines; those longer than `longest` tokens are split."""
+    """The passages of text files, separated by blank lines; passages longer than `longest` tokens are split."""
 
     def __init__(self, files: Sequence[Path], encode: Encode, longest: int) -> None:
         texts = (path.read_text(encoding="utf-8", errors="replace") for path in files)

@@ -1,4 +1,4 @@
-"""`Job`: a training task, without anything about hardware."""
+"""`Job`: a training task, independent of the hardware."""
 
 import inspect
 from collections.abc import Callable, Iterable

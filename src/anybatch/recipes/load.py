@@ -1,4 +1,4 @@
-"""Loads the `Job` with a name: a built-in recipe, a function in a file, or a function in a module."""
+"""Loads a `Job` by name: a built-in recipe, a function in a file, or a function in a module."""
 
 import dataclasses
 import importlib
@@ -33,15 +33,16 @@ def load_recipe(name: str) -> Job:
     """Return the job with this name.
 
     Like `python file.py`, this puts the file's folder (or the working directory, for a module) at the front of
-    `sys.path` and leaves it there, so that later imports of the job's functions and of workers find the same modules.
+    `sys.path` and leaves it there, so that later imports by the job's functions and by workers find the same modules.
 
     Args:
         name: a built-in recipe ("digits", "text", "contrastive", "finetune"), "file.py:function" or
-            "package.module:function". Without ":function", the function `job`, or the only one that can be called
+            "package.module:function". Without ":function", the function `job`, or the only function that can be called
             without arguments.
 
     Raises:
-        UserError: the recipe does not exist, needs arguments, or does not return a `Job`. User errors are unchanged.
+        UserError: the recipe does not exist, needs arguments, or does not return a `Job`. Errors of its own code
+            propagate unchanged.
     """
     source, function_name = _split(RECIPES.get(name, name))
     function = _function(_import_source(source, "recipe"), function_name, source, "recipe")
@@ -162,7 +163,7 @@ def _find_first(folder: Path) -> None:
 
 
 def _function(module: ModuleType, name: str, source: str, noun: str) -> Callable[..., Any]:
-    """Return the function with this name; without a name the only one, and for a recipe `job` comes first."""
+    """Return the function with this name; without a name the only function, or for a recipe preferably `job`."""
     # Public functions that are defined in this module.
     functions: dict[str, Callable[..., Any]] = {
         key: value
@@ -195,12 +196,12 @@ def _needed_arguments(function: Callable[..., Any]) -> list[str]:
 
 
 _RATE_FACTOR = 1e-6
-"""Factor of the learning rate, because repeated steps on one batch may diverge at the full rate."""
+"""Factor that reduces the learning rate, because repeated steps on one batch may diverge at the full rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredJob:
-    """A recipe with settings that replace its defaults; can be pickled."""
+    """A recipe with settings that replace its defaults; picklable, so that ranks can build the job."""
 
     recipe: str
     config: RunConfig = dataclasses.field(default_factory=RunConfig)

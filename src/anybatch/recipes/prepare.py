@@ -24,7 +24,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRun:
-    """A run that is ready; `rest` is None if no steps are left, `num_steps` if the number of batches is unknown."""
+    """A run that can step: `rest` are the remaining batches, or None without steps; `num_steps` is None if unknown."""
 
     run: JobRun
     rest: Batches | None
@@ -83,7 +83,7 @@ def prepare(
 
 
 def _micro_batch_limit(header: RunHeader | None, given: RunConfig) -> int | None:
-    """Return the micro-batch limit left by earlier sessions; a newly given size lifts it."""
+    """Return the micro-batch limit that earlier sessions have stored; a new micro-batch size removes the limit."""
     if header is None:
         return None
     former = header.stretches[-1].settings

@@ -56,12 +56,12 @@ class RunHeader:
     largest_micro_batch_size: int | None = None
 
     def before(self, step: int) -> Stretch:
-        """Return the stretch to which a checkpoint of `step` belongs; a stretch that begins at `step` comes later."""
+        """Return the stretch before a checkpoint of `step`; a stretch that begins at `step` starts after it."""
         earlier = [stretch for stretch in self.stretches if stretch.first_step < step]
         return earlier[-1] if earlier else self.stretches[0]
 
     def with_change(self, change: Stretch) -> "RunHeader":
-        """Return this header with `change` as last stretch; it replaces those that do not begin before it."""
+        """Return this header with `change` as last stretch, which replaces all stretches that do not begin earlier."""
         earlier = [each for each in self.stretches if each.first_step < change.first_step]
         return dataclasses.replace(self, stretches=(*earlier, change))
 

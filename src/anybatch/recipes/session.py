@@ -1,4 +1,4 @@
-"""Trains a job in a folder until it ends or a signal stops it; a second Ctrl-C quits immediately."""
+"""Trains a job in a folder until the run ends or a signal stops it; a second Ctrl-C quits immediately."""
 
 import contextlib
 import dataclasses
@@ -111,10 +111,10 @@ def train(
     """Train a job in a folder, or resume the run in it. Call this on every rank.
 
     Evaluates and saves at the end of every epoch and of the run, and saves every `checkpoint_seconds` and on a stop
-    request. A resumed run continues from the newest intact checkpoint; without one it starts again.
+    request. A resumed run continues from the newest intact checkpoint, or starts again if there is none.
 
-    If a resumed run has another batch size, learning rate or length, its learning rates are those that a new run with
-    these settings has at that step.
+    If a resumed run has another batch size, learning rate or length, it uses the learning rates that a new run with
+    these settings would have at that step.
 
     `given` overrides the job's settings or, when resuming, the earlier ones. `origin`, the command's recipe and
     ranks, is stored for later resumes. `observer(folder, num_steps)` returns another observer, in addition to the log;
@@ -142,7 +142,8 @@ def train(
         ):
             highest = PeakMemory()
             backlog = Backlog()
-            # The user's observer needs the number of steps, which is known later; the backlog stores records for it.
+            # The user's observer is created after `prepare`, which computes the number of steps; until then, the
+            # backlog stores records.
             observers = Observers(log, highest) if observer is None else Observers(log, highest, backlog)
             ready = prepare(
                 job,
@@ -175,7 +176,7 @@ def _claim(folder: RunFolder, stack: contextlib.ExitStack, *, resume: bool) -> R
 
 
 def _store_smaller_size(error: BaseException, folder: RunFolder, world: World) -> bool:
-    """Store the smaller size of an error for a resume; return False if the error has none."""
+    """Store the smaller micro-batch size that an error proposes for a resume; return False if it proposes none."""
     if not isinstance(error, CannotRedoError | RankFailedError) or error.smaller_micro_batch_size is None:
         return False
     if world.rank == 0:

@@ -27,7 +27,7 @@ LEARNED = ("effective_batch_size", "learning_rate", "base_batch_size", "learning
 
 
 def resolve_settings(job: Job, given: RunConfig, former: RunConfig | None, *, world_size: int) -> RunConfig:
-    """Return the settings of a run: the given ones, else those before the resume, else the job's defaults."""
+    """Return the settings of a run: the given settings, else the resumed run's settings, else the job's defaults."""
     if former is not None and given.seed not in (None, former.seed):
         message = (
             f"seed={given.seed} differs from seed {former.seed} of the resumed run: another seed changes the order of "
@@ -81,7 +81,7 @@ class JobRun:
     print(run.evaluate())
     ```
 
-    `batches` are the effective batches of the whole run; `held_out` are those of the evaluation, or None. `rates` and
+    `batches` are the effective batches of the run; `held_out` are the batches of the evaluation, or None. `rates` and
     `hyperparameters` are the scaled values of each parameter group, before a scheduler changes them.
     """
 

@@ -168,7 +168,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
 
 
 def bits_per_byte(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, ab.LossSum]:
-    """Return the mean bits per byte under the model's predictions; 8 for uniform ones."""
+    """Return the mean bits per byte under the model's predictions; 8 for uniform predictions."""
     targets = batch["targets"].flatten()
     nats = F.cross_entropy(model(batch["inputs"]).flatten(0, 1), targets, reduction="sum")
     return {"bits_per_byte": ab.LossSum(nats / math.log(2), targets.new_tensor(len(targets)))}

@@ -112,9 +112,9 @@ KNOWN_MODELS: Mapping[str, DecoderConfig] = MappingProxyType(
 """Sizes in the models' published configurations.
 
 Source: Radford et al. 2019 (GPT-2); Grattafiori et al. 2024, table 3, and the model cards of Llama 3.1 and 3.2; Jiang
-et al. 2023, table 1 (Mistral 7B, with the vocabulary of its first version, and without its window: each token sees all
-before it, which needs the same memory and, above 4,096 tokens, more time); the Qwen2.5 report, table 1 (the base model,
-with a context of 131,072).
+et al. 2023, table 1 (Mistral 7B, with the vocabulary of its first version, and full attention instead of its window,
+which needs the same memory and, above 4,096 tokens, more time); the Qwen2.5 report, table 1 (the base model, with a
+context of 131,072).
 """
 
 

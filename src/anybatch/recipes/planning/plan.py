@@ -89,7 +89,7 @@ def plan(
 
     Args:
         what: a `Job`, the name of a recipe or of a published model, a configuration of transformers, a `TrainSpec`, a
-            module, or a function that returns one of the last two.
+            module, or a function that returns a `TrainSpec` or a module.
         optimizer: function `named_parameters -> optimizer`, only for a module; or a name ("sgd", "adafactor", ...);
             None: the optimizer of `what`, or AdamW.
         loss: the loss for a module, as for `Engine`; None if `what` is a function that returns a `TrainSpec`.
@@ -300,7 +300,7 @@ def planned_largest(
             raise PlanError(str(error)) from error
         found = envelopes.largest_allocated(max(0, usable - _other_bytes(target, envelopes.steady)))
         if found == 0:
-            message = "by the plan not even one sample fits"
+            message = "according to the plan, not even one sample fits"
             raise PlanError(message)
         return num_samples if found is None else min(found, num_samples)
 

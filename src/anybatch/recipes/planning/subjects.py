@@ -1,4 +1,4 @@
-"""What can be planned: recipes, published models, and models of installed libraries, each with a sample."""
+"""Training steps that can be planned by name: recipes, published models, and models of installed libraries."""
 
 import difflib
 import importlib
@@ -93,9 +93,7 @@ _USUAL_PIXELS = 224
 _CLIP_TOKENS = 77
 _HEADS = ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION")
 """Training tasks of transformers; the first one for which a model type has a class is used."""
-_UNPADDED = (
-    "planned for samples without padding, whose attention needs no mask; masks of padded ones take 1 to 5% more memory"
-)
+_UNPADDED = "planned for samples without padding, which need no attention mask; a mask takes 1 to 5% more memory"
 
 
 def subject_of_library(name: str, *, sequence_length: int | None = None) -> PlanSubject | None:
@@ -268,10 +266,10 @@ def _sample(config: Any, kind: Any, length: int | None) -> dict[str, Tensor]:  #
         )
         raise UserError(message)
     if length is None:
-        message = f"{kind.__name__} takes any number of tokens: set the tokens per sample with a sequence length."
+        message = f"{kind.__name__} takes any number of tokens: set sequence_length (--sequence-length)."
         raise UserError(message)
     tokens = torch.zeros(1, length, dtype=torch.int64)
-    # A sequence classifier has one label for all tokens, a token classifier one for each.
+    # A sequence classifier has one label per sample, a token classifier one label per token.
     one_label = "Classification" in kind.__name__ and "Token" not in kind.__name__
     return {"input_ids": tokens, "labels": torch.zeros(1, dtype=torch.int64) if one_label else tokens}
 
@@ -315,7 +313,7 @@ def load_subject(name: str, *, sequence_length: int | None = None) -> PlanSubjec
     if found is not None:
         return found
     if sequence_length is not None:
-        message = f"a sequence length of {sequence_length} was given, but {name!r} has its own."
+        message = f"a sequence length of {sequence_length} was given, but the recipe {name!r} determines its own."
         raise UserError(message)
     near = difflib.get_close_matches(name, [*RECIPES, *KNOWN_MODELS], n=1)
     if name not in RECIPES and ":" not in name and (near or "." not in name):
