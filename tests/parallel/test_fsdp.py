@@ -219,7 +219,7 @@ def worst_errors(options: Mapping[str, Any], forms: Sequence[str]) -> dict[str, 
     "parameters without axes are not summed over ranks",
     "src/anybatch/parallel/fsdp.py",
     """
-        self._finish_unsharded(*whole)
+        self._finish_unsharded(*unsharded)
 """,
     "",
     cases=["every_micro_batch"],
@@ -413,7 +413,7 @@ def low_precision() -> tuple[float, set[str], set[str]]:
     with engine_over(model, loss=ab.mean_over_samples(loss), strategy=strategy, check_loss=False) as engine:
         found = whole_of(engine.gradients(InMemory(batch)))
         types = {f"{p.dtype} {p.grad is None}" for p in model.parameters()}
-        assert engine.decisions["sharding"] == "3 blocks, one by one, and what is outside of them, over 2 ranks"
+        assert engine.decisions["sharding"] == "3 blocks, each separately, and all other parameters, over 2 ranks"
     expected, _ = plain_tower("plain", batch, 1, 1e9)
     return relative_error({name: value.double() for name, value in found.items()}, expected), types, seen
 

@@ -1,4 +1,4 @@
-"""The messages of an effective batch: whether ranks are in the same step, the sums of its report, and gathered rows."""
+"""The messages of an effective batch: whether ranks are in the same step, sums for the report, and gathered rows."""
 
 import math
 from array import array
@@ -42,8 +42,8 @@ class StepAgreement:
     """One message in the control group, sent once per effective batch by every rank that sums gradients.
 
     It contains whether this rank aborts the step, whether it has hooks to run, the parameters that it has used
-    (`flags`), digests of its step, and on a CPU the sums of the report. On an accelerator the default group adds up
-    these sums: otherwise the host would have to wait for the device before it could read the flags.
+    (`flags`), checksums of its step (`CallTracker.digests`), and on a CPU the sums of the report. On an accelerator the
+    default group adds up these sums: otherwise the host would have to wait for the device to read the flags.
     """
 
     def __init__(self, report_sums: Float[Tensor, " sums"], flags: Sequence[bool], world: World) -> None:
@@ -118,7 +118,7 @@ class RowLayout:
 def make_gather_buffers(layouts: Sequence[RowLayout], sizes: Sequence[int], world: World) -> list[Tensor] | None:
     """Allocate the bytes that `gather_rows` sends and receives; None on one rank.
 
-    Separate from the gather, because a rank that runs out of memory within the gather would leave the others waiting.
+    Separate from the gather, because a rank that runs out of memory within the gather would leave other ranks waiting.
     """
     if world.size == 1:
         return None
@@ -149,7 +149,7 @@ def gather_rows(
         rows = sent[start : start + sizes[world.rank] * layout.num_bytes]
         filled = 0
         for piece in pieces if len(rows) else ():
-            # As bytes, so that tensors of different dtypes can travel in one message.
+            # As bytes, so that one message can contain tensors of different dtypes.
             row_bytes = piece[number].detach().contiguous().flatten().view(torch.uint8)
             rows[filled : filled + len(row_bytes)].copy_(row_bytes)
             filled += len(row_bytes)

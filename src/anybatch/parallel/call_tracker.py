@@ -1,7 +1,7 @@
-"""Desync detection: ranks number their calls alike, so a waiting rank can tell that another is in a different call.
+"""Desync detection: all ranks number their calls, so a waiting rank can tell that another rank is in a different call.
 
-A rank that has waited for a while writes its position to torch's key-value store, reads the others' positions, and
-keeps waiting if they may still reach its call: a slow rank never counts as a failed one. Otherwise nothing is written.
+A rank that has waited for a while writes its position to torch's key-value store, reads the positions of other ranks,
+and keeps waiting if they may still reach its call: a slow rank never counts as failed. Short waits write nothing.
 """
 
 import json
@@ -29,14 +29,14 @@ _MAX_TIMES_ENDED = 2
 _FIRST_INTERVAL_SECONDS = 0.5
 _MAX_INTERVAL_SECONDS = 4.0
 _UNANSWERED_MESSAGES: "WeakKeyDictionary[dist.ProcessGroup, str]" = WeakKeyDictionary()
-"""Default group -> the call in which a message of this rank was not answered; the next message would pair with it."""
+"""Default group -> the call of an unanswered message of this rank, with which the next message would be paired."""
 _MIN_REPEATED_POLLS = 2
-"""Times that a rank must publish the same wait in another world, during one wait of this rank, to be a deadlock."""
+"""A deadlock is certain once a rank has published one wait in another world this often during one wait of this rank."""
 _NUM_CAUSE_CHECKS, _CAUSE_CHECK_SECONDS = 20, 0.1
 """Checks of a rank with a broken connection for the cause, which another rank may publish a little later."""
 _RESTART = "Start all ranks again, from the last checkpoint."
 NUM_DIGESTS = 4
-"""Digests in the message of a step: of the call, the batch, the settings and the replicas."""
+"""Number of checksums (digests) in the message of a step: of the call, the batch, the settings and the weights."""
 
 
 class Work(Protocol):
@@ -68,7 +68,7 @@ class CallPosition:
     num_polls: int = 0
 
     def contradicts(self, other: "CallPosition") -> bool:
-        """Whether the two ranks wait for each other forever. If call numbers differ, one is only early or late."""
+        """Whether the two ranks wait for each other forever. If call numbers differ, one rank is only early or late."""
         if (self.world, self.number) != (other.world, other.number):
             return False
         call = self.name, self.step, self.barrier
@@ -84,9 +84,9 @@ class CallPosition:
 class CallTracker:
     """This rank's current call, and its view of the other ranks. One for each control group.
 
-    `digests` are of this rank's call, batch, settings and replica in this step. `has_agreed`: whether the last message
-    of the step has been sent, so that no other rank waits for this one. `has_hooks`, `any_hooks`: whether this rank, or
-    any rank, runs user hooks on the summed gradients of this step.
+    `digests`: checksums of this rank's call, batch, settings and weights in this step. `has_agreed`: whether the last
+    message of the step has been sent, so that no other rank waits for this rank. `has_hooks`, `any_hooks`: whether this
+    rank, or any rank, runs user hooks on the summed gradients of this step.
     """
 
     def __init__(self, world_name: str, rank: int, size: int, timeout: timedelta) -> None:
@@ -121,7 +121,7 @@ class CallTracker:
         return CallPosition(*position, self._phase, self._num_waits, self._num_polls)
 
     def enter(self, name: str, step: int | None, *, barrier: bool) -> None:
-        """Begin a call that every rank must make, without a message; raise a `UserError` if this rank is in a call.
+        """Begin a call that every rank must make, without communication; raise a `UserError` if another call runs.
 
         With `barrier`, `wait_at_barrier` waits for all ranks, for rare calls. `step` is None between steps.
         """
@@ -161,7 +161,7 @@ class CallTracker:
 
     @contextmanager
     def comparing(self, phase: str) -> Iterator[None]:
-        """Record the data that this rank compares with the others, in a part of a call that some ranks may skip."""
+        """Record the data that this rank compares with other ranks, in a part of a call that some ranks may skip."""
         self._phase = phase
         try:
             yield
@@ -186,7 +186,7 @@ class CallTracker:
             write_store(self._key("left", number), str(self._rank))
 
     def close(self) -> None:
-        """Inform ranks that wait for this one that it makes no more calls in this world."""
+        """Inform waiting ranks that this rank makes no more calls in this world."""
         write_store(self._key("closed", self._rank), _to_json(self.position))
 
     def wait(self, work: Work, *, in_control_group: bool = False) -> None:
@@ -214,7 +214,7 @@ class CallTracker:
             raise self.cause_of(error) from error
 
     def cause_of(self, error: BaseException) -> WorldError:
-        """Return the error of the rank that failed or ended, to raise in place of torch's about a broken connection."""
+        """Return the error of the rank that failed or ended, to raise instead of torch's "connection closed" error."""
         for _ in range(_NUM_CAUSE_CHECKS):
             if cause := self._cause():
                 return cause
@@ -292,7 +292,7 @@ class CallTracker:
     def publish(self, failure: RankFailure, *, ahead: bool = False) -> bool:
         """Publish this rank's error, unless another rank has published one before; return whether it is the first.
 
-        With `ahead`, the others have completed this call, and will wait in the next one.
+        With `ahead`, other ranks have completed this call, and will wait in the next call.
         """
         store = default_store()
         # One atomic operation, so that exactly one of several failing ranks publishes its error.
@@ -356,7 +356,7 @@ class CallTracker:
         here, others = self.position, self._positions()
         failed_rank = self._read("left", self.number)
         has_failed = bool(failed_rank) and int(failed_rank) != self._rank
-        # A rank that resynchronises after an error has published the reason, which is better than this one.
+        # After an error a rank resynchronises in another call. Its published error explains more than a desync.
         if any(other.contradicts(here) for other in others) and not (
             has_failed and all(other.name == here.name for other in others)
         ):
@@ -380,7 +380,7 @@ class CallTracker:
         return [CallPosition(**json.loads(text)) for text in texts if text]
 
     def _check_deadlock(self, others: Sequence[CallPosition]) -> None:
-        """Raise a `RanksDifferError` if another rank waits in another world (of `ab.shares`, say) while this one waits.
+        """Raise a `RanksDifferError` if another rank waits in another world (of `ab.shares`, say) at the same time.
 
         The other rank would wait forever: this rank has sent its messages for all calls that it has completed.
         """
@@ -412,7 +412,7 @@ class CallTracker:
         return RanksDifferError(message, step=self._step, meant=tuple(clauses))
 
     def _failure_key(self) -> str:
-        # Ranks that wait in the next call read the failures between two calls.
+        # A failure between two calls belongs to the next call, in which other ranks wait.
         number = self.number if self._inside or self._has_failed else self.number + 1
         return _failure_key(self._world_name, number)
 
@@ -432,7 +432,7 @@ def _to_json(value: CallPosition | RankFailure) -> str:
 
 
 def announce_end(rank: int) -> None:
-    """Inform ranks that wait for this one that it ends the default group, with all its engines."""
+    """Inform waiting ranks that this rank ends the default group, with all its engines."""
     write_store(f"{_ENDED_KEY}/{rank}", "1")
 
 

@@ -1,7 +1,7 @@
 """The control plane: a gloo group of all ranks for small messages, and its owner, which ends its threads and sockets.
 
 A gloo group has two or three threads, which wake a hundred times a second, and a socket to every other rank. torch
-keeps each group in a global table until `destroy_process_group`, so a group that is only dropped stays.
+keeps each group in a global table until `destroy_process_group`, so dropping the last reference does not end a group.
 
 Every message is a gather, in about log2 N rounds of gloo's sends and receives; gloo's own collectives use a ring, with
 about N rounds. After a timeout gloo breaks all connections of a group, so waits for sends and receives cannot be
@@ -86,7 +86,7 @@ class Message:
     def rows(self) -> list[bytes]:
         """The rows of all ranks, in rank order."""
         size = len(self._rows) // self._num_ranks
-        # They arrive in rank order, starting after this rank.
+        # Rows are stored in rank order, starting with this rank.
         starts = [(rank - self._rank) % self._num_ranks * size for rank in range(self._num_ranks)]
         return [bytes(self._rows[start : start + size]) for start in starts]
 
@@ -111,7 +111,7 @@ class Messenger:
     def start(self, row: bytes) -> Message:
         """Start a gather of this rank's row."""
         self._num_started += 1
-        # Only messages of the same number and size pair up; others wait until `CallTracker` detects the desync.
+        # Only messages of the same number and size are paired; others wait until `CallTracker` detects the desync.
         tag = (self._num_started % (_NUM_NUMBERS - 1) + 1) * _NUM_SIZES + len(row) % (_NUM_SIZES - 1)
         exchange = partial(_gather, self._group, self._rounds, tag, self._timeout)
         self._last = Message(row, exchange, self._rank, self._num_ranks)
@@ -188,8 +188,8 @@ class ControlGroup:
         # Ranks make their worlds in the same order, so a world has the same name on all ranks.
         name = f"world_{store.add(f'{_WORLDS_KEY}/{rank}', 1)}"
         self.call_tracker = CallTracker(name, rank, size, timeout)
-        # A rank that makes one more world than the others would wait for them inside gloo, where it cannot check on
-        # them.
+        # A barrier, because a rank that makes one more world than others would wait inside gloo, where it cannot check
+        # on them.
         self.call_tracker.enter("World.from_environment (ab.Engine calls it)", None, barrier=True)
         try:
             self.call_tracker.wait_at_barrier()
@@ -231,7 +231,7 @@ class ControlGroup:
 
     def _gather_bytes(self, content: bytes) -> list[bytes]:
         """Return the bytes that every rank passed; lengths may differ."""
-        # Most values are small and fit in one message with their size; larger ones need another.
+        # Most values are small and fit in one message with their size; larger values need a second message.
         first, rest = content[:_FIRST_BYTES], content[_FIRST_BYTES:]
         rows = self.gather(len(content).to_bytes(_SIZE_BYTES) + first.ljust(_FIRST_BYTES, b"\0"))
         sizes = [int.from_bytes(row[:_SIZE_BYTES]) for row in rows]
@@ -280,7 +280,7 @@ def join_default_group(backend: str, launch: Launch, timeout: timedelta) -> None
         store, rank, size = _rendezvous(launch, timeout)
     except dist.DistNetworkError:
         # Without torchrun rank 0 hosts the store. A faster rank may have found the store of the previous group, which
-        # rank 0 was about to end; the second attempt finds the right one.
+        # rank 0 was about to end; the second attempt finds the new store.
         store, rank, size = _rendezvous(launch, timeout)
     connect_timeout = min(timeout, _CONNECT_TIMEOUT)
     with _connect_errors_explained(store, rank, size, connect_timeout):
@@ -302,7 +302,7 @@ def count_open_worlds(change: int) -> int | None:
 
 
 def end_default_group() -> None:
-    """Destroy all process groups of this process, and inform ranks that wait for this one."""
+    """Destroy all process groups of this process, and inform ranks that wait for this rank."""
     announce_end(dist.get_rank())
     _MESHES.clear()  # meshes would keep the group alive, with threads and sockets
     groups = [dist.group.WORLD]
@@ -317,11 +317,11 @@ def _rendezvous(launch: Launch, timeout: timedelta) -> tuple[Store, int, int]:
     """Wait for all ranks, and return a part of the store that no earlier group has used, the rank and the size."""
     store, rank, size = next(rendezvous(launch.init_method, launch.rank, launch.size, timeout=timeout))
     store.set_timeout(timeout)
-    # Each rank counts separately; all join equally often, and so get the same number.
+    # Each rank counts its own joins. All ranks join equally often, so they get the same number.
     number = store.add(f"{_JOINED_KEY}/{rank}", 1)
     join_store = PrefixStore(f"anybatch/join_{number}", store)
     join_store.set(f"rank_{rank}", "here")
-    # Continues only after all ranks have found this store; one may have found the previous group's instead.
+    # Wait until all ranks have found this store: a rank may have found the store of the previous group instead.
     keys = [f"rank_{other}" for other in range(size)]
     try:
         join_store.wait(keys)
@@ -368,7 +368,7 @@ def _destroy(resources: _GroupResources) -> None:
     """Destroy the gloo group of a control group that was closed, garbage-collected, or is open at process exit."""
     if os.getpid() != resources.process_id:
         return  # a forked child, such as a loading worker, has its parent's sockets, but not the threads
-    # This comes before the connections end: a rank that notices the end looks for the reason in the store.
+    # Before the connections: a rank that notices a broken connection looks for the reason in the store.
     resources.call_tracker.close()
     is_exit = not threading.main_thread().is_alive()
     if is_exit:

@@ -222,7 +222,7 @@ def _can_split(arguments: Arguments, num_samples: int) -> bool:
 
 
 def _part_sizes(num_samples: int, num_parts: int) -> list[int]:
-    """Return the sizes of at most `num_parts` parts; two differ, so that outputs of fixed length can be told apart."""
+    """Return the sizes of at most `num_parts` parts; two sizes differ, to recognise outputs with one row per sample."""
     sizes = list(even_parts(num_samples, min(num_parts, num_samples - 1)))
     if sizes[0] == sizes[-1]:
         sizes[0], sizes[-1] = sizes[0] + 1, sizes[-1] - 1

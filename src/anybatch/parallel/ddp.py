@@ -188,8 +188,8 @@ class DDP:
     def _make_abort(self, report_sums: Float[Tensor, " sums"]) -> Callable[[], None]:
         """Return the function that a rank calls if it cannot continue; it sends zeros if no reduction is prepared.
 
-        DDP cannot end a reduction whose backward has failed: its reducer refuses the next one, and does not report the
-        remaining buckets.
+        DDP cannot end a reduction whose backward has failed: its reducer refuses the next reduction, and does not
+        report the remaining buckets.
         """
         agreement = StepAgreement(report_sums, (), self._world)
 
@@ -210,8 +210,8 @@ class DDP:
         return abort
 
     def _join_with_zeros(self) -> None:
-        # With the search for unused parameters, one parameter triggers the reduction and the others stay unused;
-        # without it DDP waits for every parameter.
+        # With the search for unused parameters, one parameter triggers the reduction, and other parameters stay unused;
+        # without the search, DDP waits for every parameter.
         touched = self._parameters[:1] if self._find_unused_parameters else self._parameters
         zeros = self._call(lambda _model, _batch: sum((p.reshape(-1)[:1] * 0).sum() for p in touched), None)
         zeros.backward()
@@ -219,7 +219,7 @@ class DDP:
 
 @dataclass(slots=True)
 class _Reductions:
-    """The observer of reductions, and the error of a failed one: DDP does not preserve exception types.
+    """The observer of reductions, and the error of a failed reduction: DDP does not preserve exception types.
 
     DDP's reducer hides this object from the garbage collector, so it must not reference a world, whose process group
     would stay alive.

@@ -105,4 +105,4 @@ SHARDED = ParameterLayout(
     with_local=_with_local_part,
     norm=norm_over_shards,
 )
-"""The layout of parameters of which some or all are `DTensor`s."""
+"""The layout of a model in which some or all parameters are `DTensor`s."""

@@ -71,10 +71,10 @@ _NULL_CONTEXT = nullcontext()
 
 
 class FSDP:
-    """Shards each repeated block of a model over the ranks separately, and then the rest of it.
+    """Shards each repeated block of a model over the ranks separately, and then all other parameters.
 
     In plain PyTorch: `fully_shard` on each block and on the model, every module set to sum, reduction in the chosen
-    micro-batches, and an optimizer over the shards. An already sharded model keeps its shards, and sums.
+    micro-batches, and an optimizer over the shards. An already sharded model keeps its shards, and is set to sum.
 
     Args:
         sharding: dtypes and memory of weights, gradients and shards; None for the defaults of `Sharding`.
@@ -83,8 +83,8 @@ class FSDP:
         reduction: "every_micro_batch" needs the least memory, and reduces once per micro-batch. "replicas_last", for
             several replicas, reduces over shards in every micro-batch and over replicas in the last one only.
             "last_micro_batch" reduces once per step, and keeps whole gradients in memory until then. "auto" is
-            "last_micro_batch" if whole gradients take at most a tenth of the accelerator's memory, otherwise one of the
-            first two.
+            "last_micro_batch" if whole gradients take at most a tenth of the accelerator's memory; otherwise
+            "replicas_last" with several replicas, or "every_micro_batch".
         initial: "broadcast" makes ranks equal with rank 0's values before sharding; "verify" raises if they differ.
     """
 
@@ -135,7 +135,7 @@ class FSDP:
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
     ) -> Prepared:
-        """Shard the model, unless it is sharded already, and let it sum gradients; refuse unsupported models."""
+        """Shard the model, unless it is sharded already, and set it to sum gradients; refuse unsupported models."""
         _check_backend(world)
         gc.collect()  # torch keeps a dropped sharded model in reference cycles, with its memory
         self._world, self._model, self._reduces = world, model, None
@@ -213,16 +213,15 @@ class FSDP:
         for index in self._unsharded:
             self._used[index] = self._parameters[index].grad is not None
         agreement = StepAgreement(report_sums, self._used, self._world)
-        # On every rank, the default group reduces these gradients before the sums of the report.
-        whole = self._start_unsharded()
+        # Start these before the sums of the report on every rank: the default group needs the same order on all ranks.
+        unsharded = self._start_unsharded()
         agreement.start()
-        # Before the agreement, which raises if ranks differ: no collective may be pending then.
-        self._finish_unsharded(*whole)
+        # Finish these before `wait`, which raises if ranks differ: no collective may be pending then.
+        self._finish_unsharded(*unsharded)
         report_sums, used = agreement.wait()
         self._set_active(is_active=False)
         for parameter, is_used in zip(self._parameters, used, strict=True):
-            # FSDP2 reduces zeros for parameters that this rank has not used; if no rank has used it, it has no
-            # gradient.
+            # FSDP2 gives zeros to parameters that no rank has used; an optimizer must see None for them.
             if not is_used:
                 parameter.grad = None
         return [parameter.grad for parameter in self._parameters], report_sums
@@ -266,7 +265,7 @@ class FSDP:
     def _gathered_leaves(self) -> list[torch.Tensor]:
         """Return the leaves that receive gradients: gathered parameters instead of their shards."""
         pairs = [pair for group in self._groups for pair in zip(group.shards, group.gathered, strict=True)]
-        gathered = {id(shard): whole for shard, whole in pairs}
+        gathered = {id(shard): leaf for shard, leaf in pairs}
         return [gathered.get(id(parameter), parameter) for parameter in self._parameters]
 
     def _mesh(self) -> DeviceMesh:
@@ -317,7 +316,7 @@ class FSDP:
                 raise_shard_used("a weight of a block", error)
             raise
         else:
-            # Torch would add a scalar, such as a sum over weights, to the rest of the loss, and only then fail.
+            # Torch would add a scalar, such as a sum over weights, to the other terms of the loss, and only then fail.
             if any(isinstance(tensor, DTensor) for tensor in tensors_of(result)):
                 raise_shard_used("a weight of a block")
             return result
@@ -349,7 +348,7 @@ class FSDP:
                     self._nodes.append(node)  # otherwise garbage-collected
             if not hasattr(module, "set_reduce_scatter_unused_params"):
                 group.reduce_unused()
-            # Gathering creates the parameters that a backward sees; all ranks gather the same ones in the same order.
+            # Gathering creates the leaves of the autograd graph; all ranks gather the same modules in the same order.
             module.unshard()
             module.reshard()
             for parameter, gathered in zip(group.shards, group.gathered, strict=True):
@@ -410,7 +409,7 @@ class FSDP:
 def _describe(groups: Sequence[ShardingGroup]) -> str:
     num_blocks = sum(not group.outermost for group in groups)
     if num_blocks:
-        return f"{num_blocks} blocks, one by one, and what is outside of them"
+        return f"{num_blocks} blocks, each separately, and all other parameters"
     return "the model in one piece, because it has no repeated blocks: a step gathers all weights together"
 
 

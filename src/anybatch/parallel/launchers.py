@@ -34,7 +34,8 @@ _MPI = (
 class Launch:
     """A launcher's description of this process: its rank among all processes and among the processes of its host.
 
-    `local_size`: processes that share the accelerators of this one; `init_method`: for torch's `init_process_group`.
+    `local_size`: number of processes that share this process's accelerators; `init_method`: the argument of torch's
+    `init_process_group`.
     """
 
     rank: int
@@ -49,7 +50,8 @@ def find_launch(*, joined: bool = False) -> Launch | None:
 
     RANK and WORLD_SIZE, which torchrun and Kubernetes operators set, take precedence over the variables of srun and
     mpirun, which are used only if they have started several processes. If the processes have `joined` a process group
-    already, only local ranks are needed. Contradicting variables, or no rendezvous address, raise a `WorldError`.
+    already, only local ranks are needed. Raise a `WorldError` if variables contradict each other, or if the address of
+    the rendezvous is missing.
     """
     variables = os.environ
     if "RANK" in variables or "WORLD_SIZE" in variables:
@@ -109,8 +111,8 @@ def listen_at_loopback() -> None:
             return
 
 
-def _torch_launch(found: Mapping[str, str], *, joined: bool) -> Launch:
-    rank, size = found.get("RANK"), found.get("WORLD_SIZE")
+def _torch_launch(variables: Mapping[str, str], *, joined: bool) -> Launch:
+    rank, size = variables.get("RANK"), variables.get("WORLD_SIZE")
     if joined:
         rank, size = rank or "0", size or "1"
     if rank is None or size is None:
@@ -125,28 +127,30 @@ def _torch_launch(found: Mapping[str, str], *, joined: bool) -> Launch:
     return Launch(
         rank=int(rank),
         size=int(size),
-        local_rank=int(found.get("LOCAL_RANK", "0")),
-        local_size=int(found.get("LOCAL_WORLD_SIZE", "1")),
-        init_method=found.get(_INIT_METHOD, "env://"),
+        local_rank=int(variables.get("LOCAL_RANK", "0")),
+        local_size=int(variables.get("LOCAL_WORLD_SIZE", "1")),
+        init_method=variables.get(_INIT_METHOD, "env://"),
     )
 
 
-def _slurm_launch(found: Mapping[str, str]) -> Launch | None:
+def _slurm_launch(variables: Mapping[str, str]) -> Launch | None:
     """Return srun's description; None outside of srun: a batch script has only some of its variables."""
-    size = int(found.get("SLURM_STEP_NUM_TASKS", "1"))
-    if size == 1 or "SLURM_PROCID" not in found:
+    size = int(variables.get("SLURM_STEP_NUM_TASKS", "1"))
+    if size == 1 or "SLURM_PROCID" not in variables:
         return None
-    address = found.get("MASTER_ADDR") or _first_node(found["SLURM_STEP_NODELIST"])
+    address = variables.get("MASTER_ADDR") or _first_node(variables["SLURM_STEP_NODELIST"])
     # The same on all hosts, but different for each step of each job.
-    number = 31 * int(found["SLURM_JOB_ID"]) + int(found["SLURM_STEP_ID"])
-    port = found.get("MASTER_PORT") or str(_FIRST_PORT + number % _NUM_PORTS)
-    # A task with dedicated GPUs sees no others.
-    own_gpus = "SLURM_GPUS_PER_TASK" in found
+    number = 31 * int(variables["SLURM_JOB_ID"]) + int(variables["SLURM_STEP_ID"])
+    port = variables.get("MASTER_PORT") or str(_FIRST_PORT + number % _NUM_PORTS)
+    # A task with dedicated GPUs cannot use other GPUs.
+    local_size = 1
+    if "SLURM_GPUS_PER_TASK" not in variables:
+        local_size = _tasks_on_node(variables["SLURM_STEP_TASKS_PER_NODE"], int(variables["SLURM_NODEID"]))
     return Launch(
-        rank=int(found["SLURM_PROCID"]),
+        rank=int(variables["SLURM_PROCID"]),
         size=size,
-        local_rank=int(found["SLURM_LOCALID"]),
-        local_size=1 if own_gpus else _tasks_on_node(found["SLURM_STEP_TASKS_PER_NODE"], int(found["SLURM_NODEID"])),
+        local_rank=int(variables["SLURM_LOCALID"]),
+        local_size=local_size,
         init_method=f"tcp://{address}:{port}",
     )
 
@@ -167,23 +171,23 @@ def _tasks_on_node(counts: str, node: int) -> int:
     return counts_by_node[node]
 
 
-def _mpi_launch(found: Mapping[str, str], *, joined: bool) -> Launch | None:
+def _mpi_launch(variables: Mapping[str, str], *, joined: bool) -> Launch | None:
     for rank, size, local_rank, local_size in _MPI:
-        if rank not in found or int(found.get(size, "1")) == 1:
+        if rank not in variables or int(variables.get(size, "1")) == 1:
             continue
-        address, port = found.get("MASTER_ADDR"), found.get("MASTER_PORT")
+        address, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT")
         if not joined and (address is None or port is None):
             message = (
-                f"{rank}={found[rank]} and {size}={found[size]}: mpirun has started several processes, but "
+                f"{rank}={variables[rank]} and {size}={variables[size]}: mpirun has started several processes, but "
                 "gives no rendezvous. Set MASTER_ADDR to the first host and MASTER_PORT to a free port, on "
                 f"all of them (mpirun -x MASTER_ADDR=... -x MASTER_PORT=29500), or unset {size} to run each alone."
             )
             raise WorldError(message)
         return Launch(
-            rank=int(found[rank]),
-            size=int(found[size]),
-            local_rank=int(found.get(local_rank, "0")),
-            local_size=int(found.get(local_size, "1")),
+            rank=int(variables[rank]),
+            size=int(variables[size]),
+            local_rank=int(variables.get(local_rank, "0")),
+            local_size=int(variables.get(local_size, "1")),
             init_method=f"tcp://{address}:{port}",
         )
     return None

@@ -121,10 +121,10 @@ def _outermost_modules(modules: nn.Module) -> dict[str, nn.Module]:
 
 
 def sharding_groups(modules: nn.Module) -> tuple[ShardingGroup, ...]:
-    """Return the modules to shard separately: the repeated blocks, then the modules around them with the rest.
+    """Return the modules to shard separately: the repeated blocks, then the modules around them.
 
-    A block that shares a parameter with other modules is left to the module around it: otherwise each group would train
-    a separate copy of it. Refuse several dtypes in a group, and parameters that would be copied anyway.
+    A block that shares a parameter with other modules is sharded with the module around it: otherwise each group would
+    train a separate copy of the parameter. Refuse groups of several dtypes, and parameters that would still be copied.
     """
     all_uses, groups = _uses(modules), []
     for prefix, outer in _outermost_modules(modules).items():
@@ -261,7 +261,7 @@ class _Memory:
 
 
 class AllGather(_Memory):
-    """Gathers the weights of a group of parameters; `call_tracker` waits for them, or torch if it is None."""
+    """Gathers the weights of a group of parameters; without a `call_tracker`, torch waits for the collective."""
 
     def __init__(self, call_tracker: CallTracker | None) -> None:
         self._call_tracker = call_tracker

@@ -1,4 +1,4 @@
-"""Private interfaces of torch for ranks, verified on the versions in `anybatch.core.torch_internals.SEEN`."""
+"""Private interfaces of torch for ranks (named in docstrings), verified on `anybatch.core.torch_internals.SEEN`."""
 
 import ctypes
 from collections import OrderedDict
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-# Imported before any group exists: its functions capture the default group at import as a default argument. DDP and
+# Import `functional` before any group exists: its functions capture the default group as a default argument. DDP and
 # torch.compile import it too; if a group exists at the first import, its threads and sockets would never be closed.
 import torch
 import torch.distributed.nn.functional
@@ -128,7 +128,7 @@ def local_offset(tensor: Any) -> tuple[int, ...]:  # noqa: ANN401 (a DTensor, wh
 
 
 def sharded_group(module: Any) -> "ShardedGroup | None":  # noqa: ANN401 (an `FSDPModule`, whose import takes seconds)
-    """Return the parameters that a sharded module gathers and reduces together, without its children's."""
+    """Return the parameters that a sharded module gathers and reduces together, without its children's parameters."""
     with needed_for(_SHARDING):
         # None if its children own all parameters.
         group = module._get_fsdp_state()._fsdp_param_group
@@ -160,9 +160,9 @@ class ShardedGroup:
         """
         handles = []
         for index, member in enumerate(self._members):
-            whole = member._unsharded_param
-            if whole.requires_grad:
-                handles.append(whole.register_post_accumulate_grad_hook(lambda _, index=index: function(index)))
+            gathered = member._unsharded_param
+            if gathered.requires_grad:
+                handles.append(gathered.register_post_accumulate_grad_hook(lambda _, index=index: function(index)))
         return handles
 
     @property
@@ -181,11 +181,11 @@ class ShardedGroup:
 
         def with_zeros(*args: Any) -> Any:  # noqa: ANN401 (torch's signature)
             for member in group.fsdp_params if group.reduce_grads else ():
-                whole = getattr(member, "_unsharded_param", None)
-                if whole is None or not whole.requires_grad:
+                gathered = getattr(member, "_unsharded_param", None)
+                if gathered is None or not gathered.requires_grad:
                     continue
-                if whole.grad is None and member.unsharded_accumulated_grad is None:
-                    whole.grad = torch.zeros_like(whole)
+                if gathered.grad is None and member.unsharded_accumulated_grad is None:
+                    gathered.grad = torch.zeros_like(gathered)
             return post_backward(*args)
 
         group.post_backward = with_zeros

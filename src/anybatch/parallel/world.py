@@ -37,10 +37,10 @@ class World:
     """The rank of this process, the number of ranks, and the device that it computes on.
 
     Make it with `World.from_environment()`, as the engine does by default. A world of several ranks that is constructed
-    directly has no control group: its other ranks are simulated copies of this one (for planning).
+    directly has no control group: its other ranks are simulated copies of this rank (for planning).
 
-    A world has a control group with threads and sockets. Close it, with `close` or as a context manager; otherwise the
-    group ends when the world is garbage-collected. Closing does not wait for other ranks.
+    The control group of a world has threads and sockets. Close the world, with `close` or as a context manager;
+    otherwise the group ends when the world is garbage-collected. Closing does not wait for other ranks.
 
     Attributes:
         rank: number of this rank, from 0.
@@ -80,13 +80,13 @@ class World:
 
         Args:
             device: device to compute on; None uses this rank's accelerator if there is one, else the CPU.
-            timeout_seconds: how long a rank waits for the others before it gives up.
+            timeout_seconds: how long a rank waits for other ranks before it raises an error.
 
         Raises:
             WorldError: RANK without WORLD_SIZE or the reverse, values that contradict each other, or mpirun without a
                 rendezvous address; or another rank has not joined before the timeout.
             RankFailedError: another rank has ended while the ranks connected to each other.
-            RanksDifferError: the other ranks wait in a call of a different World, and will never join this one.
+            RanksDifferError: the other ranks wait in a call of a different World, and will never join this world.
         """
         launch = find_launch(joined=dist.is_initialized())
         chosen = _default_device(launch) if device is None else torch.device(device)
@@ -111,8 +111,8 @@ class World:
         rank. A world that is garbage-collected without `close` leaves the default group open.
 
         Args:
-            error: the error that ended this rank's work, if any. NCCL ends a group only together with all ranks, so a
-                default group that uses it stays open then.
+            error: the error that ended this rank's work, if any. NCCL ends a group only together with all ranks, so
+                after an error a default group that uses NCCL stays open.
         """
         # A second call ends here: the number of open worlds has been reduced already.
         if self._control is None or not self._control.close():
@@ -139,7 +139,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes files and messages of the whole run."""
+        """Whether this is rank 0, which writes the files and messages of the run."""
         return self.rank == 0
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
@@ -157,18 +157,18 @@ class World:
     def run_on_all_ranks(self, function: Callable[[], Any] | None) -> list[Any]:
         """Run `function` on every rank that has one, and return the results of all ranks; results are pickled.
 
-        If a function raises, all ranks raise: the others a `RankFailedError`.
+        If a function raises an error, its rank raises this error, and all other ranks raise a `RankFailedError`.
         """
         value, error = None, None
         try:
             value = None if function is None else function()
-        except Exception as caught:  # noqa: BLE001 (raised again once all ranks know)
+        except Exception as caught:  # noqa: BLE001 (raised again after all ranks are informed)
             error = caught
             if self.call_tracker is not None and self.call_tracker.is_inside:
-                # Others may wait for this rank in a collective of the function.
+                # Other ranks may wait for this rank in a collective of the function.
                 self.publish_failure(error, self.call_tracker.position.step)
                 self.call_tracker.fail()
-        # A rank that has failed takes part as well, since the others wait for its answer.
+        # A rank that has failed takes part too, since other ranks wait for its message.
         failed = None if error is None else RankFailure.of(error, self.rank, None)
         outcomes = self.gather_objects((value, failed))
         failures = [failure for _, failure in outcomes if failure is not None]
@@ -180,7 +180,7 @@ class World:
         return [value for value, _ in outcomes]
 
     def start_gather(self, row: bytes) -> Message | None:
-        """Start gathering `row`, equally long on all ranks; return it for `finish_gather`, or None on one rank."""
+        """Start a gather of `row`, equally long on all ranks; return its message, or None on one rank."""
         return None if self._control is None or self.call_tracker is None else self._control.start(row)
 
     def finish_gather(self, message: Message) -> list[bytes]:
@@ -189,16 +189,16 @@ class World:
         return self._control.finish(message)
 
     def gather_from(self, function: Callable[[], Sequence[float]], width: int) -> list[list[float]]:
-        """Return the `width` numbers that every rank's function returned, in rank order; if one raises, all raise."""
+        """Return the `width` numbers of each rank's function, in rank order; if one function raises, all ranks do."""
         if self.call_tracker is None:  # most worlds are one rank, and this runs in every step
             return self.gather_numbers(function())
         numbers, error = [0.0] * width, None
         try:
             numbers = list(function())
-        except BaseException as caught:  # noqa: BLE001 (raised again once all ranks know)
+        except BaseException as caught:  # noqa: BLE001 (raised again after all ranks are informed)
             error = caught
             self.publish_failure(error, self.call_tracker.position.step)
-        # A rank that has failed takes part as well, since the others wait for its answer.
+        # A rank that has failed takes part too, since other ranks wait for its message.
         rows = self.gather_numbers([float(error is not None), *numbers])
         if error is not None:
             raise error
@@ -234,7 +234,7 @@ class World:
         """Publish this rank's error for ranks that will only see a broken connection; return whether it is the first.
 
         `step` is the number of the step in which this rank failed, from 0 on; None between steps. Set `ahead` if the
-        other ranks have already completed this step, and will wait for this rank in the next one.
+        other ranks have already completed this step, and will wait for this rank in the next step.
         """
         # A `RankFailedError` only repeats the published failure of the first failed rank.
         if self.call_tracker is None or isinstance(error, RankFailedError):
@@ -245,7 +245,7 @@ class World:
             return True
 
     def fail_between_calls(self, error: BaseException, step: int) -> None:
-        """Publish an error that this rank raised in or before a step, for ranks that wait for it in the next call."""
+        """Publish an error that this rank raised in or before a step, for ranks that wait for this rank in a call."""
         if self.call_tracker is not None and self.publish_failure(error, step):
             self.call_tracker.fail(ahead=True)
 
@@ -274,7 +274,7 @@ def _default_device(launch: Launch | None) -> torch.device:
 
 
 def _backend(device: torch.device, local_size: int) -> str:
-    """Return the backend: NCCL needs one GPU per rank; ranks that share one, and CPUs, use gloo."""
+    """Return the backend: NCCL if each rank has a GPU; gloo on CPUs, or if ranks share a GPU."""
     if device.type == "cuda" and local_size <= torch.cuda.device_count():
         return "cuda:nccl,cpu:gloo"
     return "gloo"

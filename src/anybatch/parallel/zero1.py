@@ -74,8 +74,8 @@ class ShardedUpdate:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole optimizer state on rank 0, and this rank's part on any other rank. All ranks call it."""
-        whole = self._optimizer.state_dict()
-        states = whole["state"]
+        state_dict = self._optimizer.state_dict()
+        states = state_dict["state"]
         described = self._world.gather_objects(map_tensors(states, _without_data))
         for owner in range(1, self._world.size):
             for number, form in described[owner].items():
@@ -83,11 +83,11 @@ class ShardedUpdate:
                 received = iter([self._broadcast(tensor, owner) for tensor in tensors_of(state)])
                 if self._world.rank == 0:
                     states[number] = map_tensors(form, partial(_next, received))
-        whole["state"] = dict(sorted(states.items()))
-        return whole
+        state_dict["state"] = dict(sorted(states.items()))
+        return state_dict
 
     def state_dict_in_parts(self) -> dict[str, Any]:
-        """Return the optimizer's state, with tensors of other ranks without data. All ranks call it."""
+        """Return the optimizer's state, with meta tensors (no data) for other ranks' tensors. All ranks call it."""
         state_dict = self._optimizer.state_dict()
         states = state_dict["state"]
         for described in self._world.gather_objects(map_tensors(states, _without_data)):
@@ -115,7 +115,7 @@ class ShardedUpdate:
 
 
 def _bundled(parameters: Sequence[nn.Parameter], owners: Sequence[int]) -> list[tuple[int, list[nn.Parameter]]]:
-    """Return the owner and parameters of each message: one large parameter, or the small ones of an owner."""
+    """Return the owner and parameters of each message: one large parameter, or all small parameters of an owner."""
     alone: list[tuple[int, list[nn.Parameter]]] = []
     together: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter, owner in zip(parameters, owners, strict=True):
@@ -135,9 +135,10 @@ def _next(tensors: Iterator[torch.Tensor], _: torch.Tensor) -> torch.Tensor:
 
 
 def _owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Return the owner rank of each parameter. The largest is assigned first, each to the rank with the least so far.
+    """Return the owner rank of each parameter: parameters are assigned by size, each to the rank with the least so far.
 
-    Then ranks are renumbered so that rank 0 has the most: plans are for rank 0, and so hold for every rank.
+    Then ranks are renumbered so that rank 0 has the most elements: memory is planned for rank 0, so a plan is an upper
+    limit for every rank.
 
     Source: Graham, "Bounds on multiprocessing timing anomalies", 1969: at most 4/3 of the best largest share.
     """
@@ -151,7 +152,7 @@ def _owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
 
 
 class Zero1(BucketSums):
-    """Replicas as in `AllReduce`. Each rank updates a part of the parameters, and broadcasts these to the others.
+    """Replicas as in `AllReduce`. Each rank updates a part of the parameters, and broadcasts them to the other ranks.
 
     So each rank has 1 / ranks of the optimizer's state. The optimizer must update each parameter independently, as all
     optimizers in `torch.optim` do. torch's `ZeroRedundancyOptimizer` is not used, because it creates the optimizer from
