@@ -118,6 +118,7 @@ class _Merging:
     def __init__(self, statistics: RunningStatistics, ranks: Ranks, device: torch.device) -> None:
         self._statistics = statistics
         self._ranks = ranks
+        # Each merge depends on this token and replaces it, which fixes the order of the collectives in the backward.
         self._token = torch.zeros((), device=device, requires_grad=True)
 
     def __call__(self, layer: str, contributed: Sequence[_Contribution]) -> Statistics:
@@ -139,7 +140,7 @@ class _Merging:
         """Return [a zero whose backward runs the collectives of all layers in order]; [] with one rank."""
         if self._ranks.size == 1:
             return []
-        # Not detached, because its graph gives the collectives of the backward the same order on all ranks.
+        # Not detached: the backward through its graph runs the collectives, in the same order on all ranks.
         token = self._token * 0
         return [token.to(like[0].dtype) if like else token]
 

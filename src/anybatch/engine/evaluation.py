@@ -180,7 +180,7 @@ def _across_samples(
 
 
 def _for_evaluation(placement: Placement, batch: Any) -> Placement:  # noqa: ANN401 (any nested batch)
-    """Return the placement of a batch in an evaluation; a token budget does not apply if lengths are unknown."""
+    """Return the options for splitting a batch in an evaluation; without lengths, a token budget does not apply."""
     if placement.budget is None:
         return placement
     # Samples longer than the budget are allowed, because no activations are kept for a backward.

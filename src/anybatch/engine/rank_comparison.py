@@ -1,4 +1,4 @@
-"""Compare ranks: their arguments before the run, digests of each step, and their weights every 100 steps."""
+"""Compare ranks: their arguments before the run, checksums of each step, and their weights every 100 steps."""
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -114,7 +114,7 @@ _REMEDIES = {
 
 @dataclass(kw_only=True, eq=False)
 class StepFingerprint:
-    """Digests of the call, the batch, the settings and the weights of a step."""
+    """Checksums (digests) of the call, the batch, the settings and the weights of a step."""
 
     world: World
     updater: Updater

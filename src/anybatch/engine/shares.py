@@ -1,4 +1,4 @@
-"""`ab.shares`: use one loader per rank; a rank whose loader ends first yields empty shares."""
+"""`ab.shares`: one loader per rank yields the rank's shares of effective batches, and empty shares after its end."""
 
 import itertools
 import warnings

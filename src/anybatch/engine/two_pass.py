@@ -194,7 +194,7 @@ def gather_outputs(
     # Allocate before the next message, because after it every rank must join the collective.
     buffers = None if outputs.kinds is None else make_gather_buffers(outputs.kinds, sizes, world)
     # Over the control plane (the process group for messages), so that a rank without samples can take part, and a
-    # mismatch raises an error. Digests are compared too, since rows of different batches cannot be combined.
+    # mismatch raises an error. Compare the checksums of the step too: rows of different batches must not be combined.
     digests = () if world.call_tracker is None else world.call_tracker.digests
     messages = world.gather_objects((outputs.kinds, outputs.differentiable, digests))
     if _OUT_OF_MEMORY in messages:
