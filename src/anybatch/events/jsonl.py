@@ -172,10 +172,10 @@ def record(path: str | os.PathLike[str], /, *, first_step: int = 0, **settings: 
     if effective and micro:
         unknown["geometry"] = str(plan_batch(effective, ranks or 1, SplitOptions(micro_batch_size=micro)))
     sizes = {"rank": 0, "world_size": ranks or 1, "num_parameters": 0, "gradient_bytes": 0, "first_step": first_step}
-    given = {"effective_batch_size": effective, "micro_batch_size": micro, "seed": None}
+    batch = {"effective_batch_size": effective, "micro_batch_size": micro, "seed": None}
     decisions = {name: str(value) for name, value in settings.items()}
     with JsonlLog(path if Path(path).suffix == ".jsonl" else Path(path) / "events.jsonl") as log:
-        log.observe(StartRecord(**sizes, **unknown, **given, versions={}, decisions=decisions))  # type: ignore[arg-type]
+        log.observe(StartRecord(**sizes, **unknown, **batch, versions={}, decisions=decisions))  # type: ignore[arg-type]
         run, message, status = RunRecorder(log, first_step), None, "completed"
         try:
             yield run

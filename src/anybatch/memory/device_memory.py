@@ -18,8 +18,8 @@ Counted = Literal["in tensors", "allocated", "in all", "resident"]
 MEANINGS: Final[Mapping[Counted, str]] = MappingProxyType(
     {
         "in tensors": "the memory of all live tensors",
-        "allocated": "tensors and the workspaces of kernels, as an allocator hands them out",
-        "in all": "all that the allocator reserves, the device's context and its libraries",
+        "allocated": "tensors and kernel workspaces, rounded up by the allocator",
+        "in all": "memory reserved by the allocator, plus the device's context and libraries",
         "resident": "the whole process, with interpreter, libraries and data",
     }
 )

@@ -75,7 +75,7 @@ _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def find_coupling_modules(modules: nn.Module, run: Callable[[], object], num_samples: int) -> dict[str, float]:
-    """Return the innermost modules whose output for one sample changes with another sample, and the relative change.
+    """Return the innermost modules whose output for a sample depends on other samples, and the relative change.
 
     Only the last sample of the batch is changed. The relative change is the largest change in the outputs of all other
     samples, divided by the largest of these outputs. The caller sets the modes of the modules, and restores buffers and
@@ -84,10 +84,10 @@ def find_coupling_modules(modules: nn.Module, run: Callable[[], object], num_sam
     with torch.no_grad():
         inputs = _inputs_of_modules(modules, run)
         names = {name for name, module in modules.named_modules() if module in inputs}
-        found: dict[str, float] = {}
-        # Deepest first, so that a module is skipped if one of its submodules has been found.
+        changes: dict[str, float] = {}
+        # Deepest first, so that a module is skipped if one of its submodules mixes samples.
         for name in sorted(names, key=lambda name: -name.count(".") - bool(name)):
-            if any(_is_inside(other, name) for other in found):
+            if any(_is_inside(inner, name) for inner in changes):
                 continue
             module = modules.get_submodule(name)
             try:
@@ -95,8 +95,8 @@ def find_coupling_modules(modules: nn.Module, run: Callable[[], object], num_sam
             except RuntimeError:  # the inputs were recorded inside `torch.func.vmap`, and cannot be used outside
                 continue
             if change:
-                found[name] = change
-    return found
+                changes[name] = change
+    return changes
 
 
 def _is_inside(name: str, outer: str) -> bool:

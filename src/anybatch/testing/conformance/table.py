@@ -51,12 +51,12 @@ class EngineAdapter:
         ) as engine:
             for batch in parts(split.samples(), split.effective_batch_size):
                 last = first + num_samples(batch)
-                found = {
+                gradients = {
                     # The engine reuses its gradients in the next step.
                     name: None if gradient is None else gradient.clone()
                     for name, gradient in engine.gradients(batch).items()
                 }
-                yield TrainerStep(found, tuple(range(first, last)))
+                yield TrainerStep(gradients, tuple(range(first, last)))
                 first = last
 
 
