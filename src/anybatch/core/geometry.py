@@ -70,7 +70,7 @@ class Sizes:
             `accumulation_steps` equal parts.
         accumulation_steps: micro-batches per rank and step; None: as few as `micro_batch_size` allows.
         budget_tokens: maximum tokens of one forward and backward in the user's token budget; None without a budget.
-        micro_batch_tokens: the limit in use: lower than `budget_tokens` after an out-of-memory error, or if faster.
+        micro_batch_tokens: the limit in use: below `budget_tokens` after an out-of-memory error, or if that is faster.
         fixed_tokens: fixed cost of a micro-batch, in tokens; None until it is measured.
         packed: whether batches are packed if their collate function can both pad and pack; None until it is decided.
     """

@@ -292,7 +292,7 @@ def factors_of(
     """Return the factors of each term for a micro-batch with `counts`, in an effective batch with `divisors`.
 
     A term whose divisor is 0 has no items in the whole effective batch and gets the factor 0. `unit_weight` is 0 for a
-    filler, a repeated micro-batch that only keeps ranks in step, and 1 otherwise. `sums` contains the names of the
+    filler, a repeated micro-batch that only keeps ranks in lockstep, and 1 otherwise. `sums` contains the names of the
     terms for which the loss function returns sums.
     """
     factors = []

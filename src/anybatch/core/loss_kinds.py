@@ -69,7 +69,7 @@ class LossKind:
     """The terms of a loss, and the properties that determine how an effective batch is run.
 
     Attributes:
-        terms: term name to term. Usually the items of each term can be counted before the forward, and each loss is
+        terms: the terms, by name. Usually the items of each term can be counted before the forward, and each loss is
             divided before its backward.
         named: whether the loss function returns a dict of its terms.
         returns_count: whether the loss function also returns its count, as a `LossSum` or as one loss per item; then

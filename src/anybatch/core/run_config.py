@@ -87,7 +87,7 @@ class RunConfig:
     def with_defaults(self, defaults: "RunConfig") -> "RunConfig":
         """Return these settings, with the settings of `defaults` in place of None.
 
-        A setting also replaces its alternatives in `defaults`, such as `steps` the `epochs`.
+        A setting also replaces its alternatives in `defaults`: `steps`, for example, replaces `epochs`.
         """
         given = self.given
         replaced = {name for group in _ALTERNATIVES if given.keys() & set(group) for name in group}
