@@ -83,7 +83,7 @@ class BucketSums:
     def clear_gradients(self) -> None:
         """Set the buckets to zero."""
         self._gradients.call_when_full(None)
-        if self._started and self._world.call_tracker is not None:  # after an error, while others may wait in these
+        if self._started and self._world.call_tracker is not None:  # after an error: other ranks may wait in these
             self._world.call_tracker.abandon()
         self._started.clear()
         self._gradients.clear()

@@ -33,7 +33,7 @@ _UNANSWERED_MESSAGES: "WeakKeyDictionary[dist.ProcessGroup, str]" = WeakKeyDicti
 _MIN_REPEATED_POLLS = 2
 """A deadlock is certain once a rank has published one wait in another world this often during one wait of this rank."""
 _NUM_CAUSE_CHECKS, _CAUSE_CHECK_SECONDS = 20, 0.1
-"""Checks of a rank with a broken connection for the cause, which another rank may publish a little later."""
+"""Number and interval of checks for the cause of a broken connection, which another rank may publish a little later."""
 _RESTART = "Start all ranks again, from the last checkpoint."
 NUM_DIGESTS = 4
 """Number of checksums (digests) in the message of a step: of the call, the batch, the settings and the weights."""
@@ -51,9 +51,9 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CallPosition:
-    """A rank's position in the sequence of calls of a world, which all ranks number alike.
+    """A rank's position in the sequence of calls of a world, which all ranks number in the same way.
 
-    `phase` describes the data that the rank compares with the others, in calls where only some ranks may compare;
+    `phase` describes the data that the rank compares with other ranks, in calls where only some ranks may compare;
     `num_waits` counts the waits for other ranks in this call, and `num_polls` the checks on them in the present wait.
     """
 
@@ -128,7 +128,7 @@ class CallTracker:
         if self._inside:
             message = (
                 f"{name} was called while {self._name} runs: from inside it (a loss function, hook or observer), or "
-                "from another thread. Call one after the other, from one thread."
+                "from another thread. Make these calls one after the other, in one thread."
             )
             raise UserError(message)
         # After an error ranks may be out of step: they synchronise before they send anything.
@@ -140,7 +140,7 @@ class CallTracker:
         """If this call is a barrier, wait in the store for all ranks, so that messages of two calls are never paired.
 
         Raise a `WorldError` with the reason if another rank does not reach the barrier, or if this rank has abandoned a
-        message that the others still wait for.
+        message that other ranks still wait for.
         """
         if self._out_of_step:
             message = (
@@ -173,7 +173,7 @@ class CallTracker:
         self._inside = False
 
     def abandon(self) -> None:
-        """Refuse further calls: this rank has abandoned collectives of the default group in which others may wait."""
+        """Refuse further calls: this rank has abandoned collectives in which other ranks may wait."""
         _UNANSWERED_MESSAGES[default_group()] = self._out_of_step = str(self.position)
 
     def fail(self, *, ahead: bool = False) -> None:
@@ -343,8 +343,8 @@ class CallTracker:
     def _peer_has_failed(self, *, had_failed: bool) -> bool:
         """Return whether another rank has left this call with an error.
 
-        `had_failed`: the last check returned True, so everything that the rank sent has arrived since. In that case,
-        or if a rank has closed its engine or waits in a different call, raise the `WorldError` with the reason.
+        `had_failed`: the last check returned True, so everything that the failed rank sent has arrived since. In that
+        case, or if a rank has closed its engine or waits in a different call, raise the `WorldError` with the reason.
         """
         self._times_ended = self._times_ended + 1 if self._ended() else 0
         if self._times_ended > _MAX_TIMES_ENDED and (cause := self._cause()):

@@ -47,14 +47,14 @@ _CONNECT_TIMEOUT = timedelta(seconds=45)
 """Timeout for connecting after the rendezvous: gloo does not notice a rank that has died since."""
 _UNUSED_TAG = 0  # messages are numbered from 1
 _NUM_NUMBERS, _NUM_SIZES = 2**19, 2**12
-"""A tag has 31 bits, for the number and size of a message. gloo aborts the process if a pair differs in size."""
+"""A tag has 31 bits, for the number and size of a message. gloo aborts the process if both ends differ in size."""
 _ALGORITHM, _DIGEST_BYTES = "sha256", 32
 _SIZE_BYTES, _FIRST_BYTES = 8, 1016
 """Bytes of the first message of a value: 8 for its size, and its first bytes, which are enough for most values."""
 
 
 class Message:
-    """A gather between all ranks: this rank's row of bytes, and after `wait` the others' rows, of the same length."""
+    """A gather between all ranks: this rank's row of bytes, and after `wait` the equally long rows of other ranks."""
 
     def __init__(self, row: bytes, exchange: Callable[[bytearray], object], rank: int, num_ranks: int) -> None:
         self._rows = bytearray(row) + bytes(len(row) * (num_ranks - 1))
@@ -180,7 +180,7 @@ class ControlGroup:
     """A gloo group of all ranks that ends when it is closed, garbage-collected, or at exit.
 
     Ending it does not wait for other ranks; data that was sent still arrives. With `owns_default_group`, the default
-    group ends too, if this one is still open at the exit of the process.
+    group ends too, if this group is still open at the exit of the process.
     """
 
     def __init__(self, timeout: timedelta, *, owns_default_group: bool = False) -> None:
@@ -202,7 +202,7 @@ class ControlGroup:
         connect_timeout = min(timeout, _CONNECT_TIMEOUT)
         with _connect_errors_explained(PrefixStore(name, store), rank, size, connect_timeout):
             group = dist.new_group(backend="gloo", timeout=connect_timeout)
-            # A rank that ends its group before every rank has connected would make the others fail to connect.
+            # A rank that ends its group before every rank has connected would make other ranks fail to connect.
             dist.all_reduce(torch.zeros(1), group=group)
             if rank == 0:
                 store.set(f"{_SIGNATURES_KEY}/{name}", secrets.token_hex())
@@ -344,7 +344,7 @@ def _connect_errors_explained(store: Store, rank: int, size: int, timeout: timed
         yield
     except (RuntimeError, OSError) as error:
         ended = _unresponsive_ranks(store, rank, size)
-        who = f"rank {', '.join(map(str, ended))} has ended since" if ended else "none is known to have ended"
+        who = f"rank {', '.join(map(str, ended))} has ended since" if ended else "no rank is known to have ended"
         message = (
             f"the {size} ranks found each other, but could not connect within {timeout.total_seconds():g} "
             f"seconds: {who}. Rank {rank} stops too: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
@@ -379,7 +379,7 @@ def _destroy(resources: _GroupResources) -> None:
     resources.group = None
     is_waiting = resources.messenger is not None and resources.messenger.is_waiting
     if is_waiting and not is_exit:
-        # If this rank failed between the start and the end of a message, the others may still send their rows.
+        # If this rank failed between the start and the end of a message, other ranks may still send their rows.
         threading.Thread(target=_release, args=(resources, _TIMEOUT_SECONDS), daemon=True).start()
     else:
         _release(resources, _EXIT_TIMEOUT_SECONDS if is_waiting else _TIMEOUT_SECONDS)

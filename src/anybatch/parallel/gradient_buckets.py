@@ -118,7 +118,7 @@ class GradientBuffers:
             if not self._is_placed or parameter.grad is None:
                 return
             view.add_(parameter.grad)
-            # Freed now: the next micro-batch would be added to it in bf16.
+            # Free it now: otherwise autograd would add the next micro-batch's gradient to it in bf16.
             parameter.grad = None
             mark_used(parameter)
 
@@ -143,7 +143,7 @@ class GradientBuffers:
 def _bucket_members(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[tuple[int, ...]]:
     """Group parameter indices into buckets of one device and accumulation dtype each.
 
-    In reverse parameter order, roughly the order in which a backward computes gradients.
+    Buckets are filled in reverse parameter order, roughly the order in which a backward computes gradients.
     """
     open_buckets: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     open_bytes: dict[tuple[torch.device, torch.dtype], int] = {}

@@ -74,8 +74,8 @@ def check_sharding(modules: nn.Module, world: World) -> None:
     for name, parameter in modules.named_parameters():
         if parameter.dim() and id(parameter) not in mesh_of:
             message = (
-                f"parameter {name!r} is not in a module that `fully_shard` was called on, though others are. Call it "
-                "on the model itself too, after its parts, or pass the plain model to the engine."
+                f"parameter {name!r} is not in a module that `fully_shard` was called on, but other parameters are. "
+                "Call it on the model itself too, after its parts, or pass the plain model to the engine."
             )
             raise ParameterError(message)
         if id(parameter) not in mesh_of:

@@ -191,7 +191,7 @@ class Strategy(Protocol):
         ...
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
-        """Return the context of one forward and backward. A reduction may only start in the last one."""
+        """Return the context of one forward and backward. A reduction may only start in the last micro-batch."""
         ...
 
     def finish_gradients(
@@ -289,8 +289,8 @@ def choose_strategy(strategy: "str | Strategy", world: World, *, already_sharded
 class LossCaller(nn.Module):
     """A module around everything that trains, whose forward runs any function of the user's model.
 
-    All calls in the function, `model(x)` or `model.encode(x)`, take part in the wrapper's forward and backward. Passing
-    the wrapper instead would let `wrapper.module.encode` train with unreduced gradients.
+    All calls in the function, `model(x)` or `model.encode(x)`, take part in the wrapper's forward and backward. If the
+    function received the wrapper, `wrapper.module.encode` would train with unreduced gradients.
     """
 
     def __init__(self, modules: nn.Module, model: object) -> None:

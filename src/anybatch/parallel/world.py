@@ -36,7 +36,7 @@ _STOPS_STEP = "stops this step too: no rank has updated its parameters. Start al
 class World:
     """The rank of this process, the number of ranks, and the device that it computes on.
 
-    Make it with `World.from_environment()`, as the engine does by default. A world of several ranks that is constructed
+    Create it with `World.from_environment()`, as the engine does by default. A world of several ranks that is created
     directly has no control group: its other ranks are simulated copies of this rank (for planning).
 
     The control group of a world has threads and sockets. Close the world, with `close` or as a context manager;
@@ -215,7 +215,7 @@ class World:
             work.wait()
 
     def collective(self) -> AbstractContextManager[None]:
-        """Convert torch's error about a broken collective into the `WorldError` of the failed or late rank."""
+        """Convert torch's error about a broken collective into a `WorldError` about the failed or late rank."""
         return _NULL_CONTEXT if self.call_tracker is None else self._failures_explained()
 
     @contextmanager
