@@ -106,7 +106,7 @@ class Randomness:
         """Seed the numbers that are drawn once for the effective batch, outside of any micro-batch."""
 
     def suspended(self) -> AbstractContextManager[None]:
-        """Return a context in which another micro-batch may draw random numbers without effect on this one."""
+        """Return a context in which another micro-batch may draw random numbers without affecting the current one."""
         return _NOTHING
 
 
@@ -143,7 +143,7 @@ class KeyedRandomness(Randomness):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Restore the generators on exit, so that another micro-batch does not change this one's random numbers."""
+        """Restore the generators on exit, so that another micro-batch does not change the current one's numbers."""
         states = [generator.get_state() for generator in self.generators]
         try:
             yield
@@ -207,7 +207,7 @@ def accumulate(context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, B
     for micro_batch, batch in micro_batches:
         for callback in before:
             callback(micro_batch)
-        # 2. Forward, divided by the count of the effective batch. The reduction over ranks starts in the last backward.
+        # 2. Forward; the loss is divided by the effective batch's count. The last backward starts the reduction.
         with context.randomness.micro_batch(micro_batch), context.strategy.micro_batch(micro_batch.turn):
             with context.forward(micro_batch):
                 terms = call(forward_of(context.loss, micro_batch, sums), batch)
@@ -226,7 +226,7 @@ def accumulate(context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, B
 
 
 def _check_has_graph(total: Float[Tensor, ""], capabilities: Capabilities) -> None:
-    """Raise a `LossError` for a loss without a graph. A zero is allowed if the strategy needs no backward."""
+    """Raise a `LossError` for a loss without a graph. A constant zero is allowed if the strategy needs no backward."""
     if not torch.is_grad_enabled() or bool(total != 0):
         raise without_graph()
     if capabilities.lockstep or capabilities.prepares_in_forward:
@@ -255,7 +255,7 @@ def forward_of(loss: Loss, micro_batch: MicroBatch, sums: Sums) -> Callable[[obj
                 )
             raise
         terms = scaled(loss, output, factors)
-        if loss.kind.returns_count and factors[0].of_sum:  # 0 for a filler, a micro-batch that only keeps ranks in step
+        if loss.kind.returns_count and factors[0].of_sum:  # 0 for a filler, which only keeps ranks in lockstep
             sums.returned_counts.append(returned_count(output))
         return terms
 

@@ -147,7 +147,7 @@ def check_arguments(
     spec: TrainSpec, hardware: Hardware, loss: Loss, modules: nn.Module, world: World
 ) -> CheckedArguments:
     """Refuse arguments that cannot work, and return the checked ones."""
-    # Before a strategy replaces parameters, which removes their hooks.
+    # Check hooks before a strategy replaces parameters, which removes the hooks.
     check_accumulation_hooks(trainable(modules))
     world = with_device_bytes(world)
     make_autocast = autocast(spec.precision, world.device)
@@ -270,7 +270,7 @@ def features_of(
 def _features_of_layers(spec: TrainSpec, modules: nn.Module, loss: Loss) -> dict[Feature, str]:
     features: dict[Feature, str] = {}
     dropout = _DROPOUTS[spec.rng]
-    # The layers are not inspected: functions such as F.dropout would be missed.
+    # Regardless of the layers, because a forward may call functions such as F.dropout.
     if dropout is Feature.DROPOUT_PER_SAMPLE:
         features[dropout] = ""
     elif spec.rng is None and loss.kind.feature is Feature.JOINT:

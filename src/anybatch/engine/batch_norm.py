@@ -1,4 +1,4 @@
-"""Run effective batches with a BatchNorm policy (`norms=`): the engine normalises instead of the model's layers."""
+"""Run effective batches with the statistics that `norms=` selects; if needed, the engine normalises for the layers."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -99,7 +99,7 @@ class Float32Windows:
         return [number for number, (window, parameter) in enumerate(pairs) if window is not parameter]
 
     def wide_weights(self) -> list[Tensor]:
-        """Return every parameter, in float32 if it is in bf16; under "split" with its lower bits."""
+        """Return every parameter; bf16 parameters as float32, with "split" including their lower bits."""
         return [
             joined(parameter.detach(), self.missing[number]) if number in self.missing else widened(parameter.detach())
             for number, parameter in enumerate(self._parameters)

@@ -1,4 +1,4 @@
-"""Build the parts of an engine in the order of their dependencies, with one function for each."""
+"""Build the parts of an engine in the order of their dependencies, with one function for each part."""
 
 import dataclasses
 from collections.abc import Mapping

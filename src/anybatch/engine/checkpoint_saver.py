@@ -56,7 +56,7 @@ def _check_same_checkpoint(seen: Sequence[Sequence[Any]], path: Path) -> None:
     if any(on_rank != seen[0] for on_rank in seen):
         message = (
             f"ranks see checkpoints of different steps in {path}: {list(seen)}. "
-            "Put it on a file system that all ranks share."
+            "Put this folder on a file system that all ranks share."
         )
         raise CheckpointError(message, path=path)
 
@@ -91,7 +91,7 @@ class CheckpointSaver:
     def save(
         self, folder: Path, step: int, state: Mapping[str, Any], *, keep_last: int, in_parts: bool, wait: bool
     ) -> tuple[Path, SavedCheckpoint | None]:
-        """Write a checkpoint; return its path, and the checkpoint, or None while it is written in the background."""
+        """Write a checkpoint; return its path, and the completed checkpoint (None if a thread still writes it)."""
         world = self._world
         writers = range(num_processes(world)) if in_parts else [0]
         saves: list[SharedSave] = []  # this rank's part of the save: none before `begin` has run, then one

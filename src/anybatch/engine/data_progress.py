@@ -86,7 +86,7 @@ class RunProgress:
     """Progress in all data sets of a run.
 
     A checkpoint identifies a data set by its number of samples and seed. Within a process, a new object of the same
-    size and seed is the same data set, unless an iteration over the old one is still open.
+    size and seed counts as the same data set, unless an iteration over the old object is still open.
     """
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class RunProgress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint; one of an older version has a single position."""
+        """Continue from a checkpoint; checkpoints of older versions have a single position."""
         if "data_sets" not in state:
             self.set(Position(**state["position"]))
             return
@@ -145,7 +145,7 @@ class RunProgress:
         self._newest = self._all[state["newest_data_set"]]
 
     def _match(self, iteration: Iteration | str) -> DataProgress:
-        """Return the progress in the data set of a new iteration; if it is a new data set, at its beginning."""
+        """Return the progress in the data set of a new iteration; a new data set starts at its beginning."""
         key: Key = () if isinstance(iteration, str) else iteration.key
         same = [item for item in self._all if item.key == key and _has_same_data(iteration, item.iteration)]
         if same:

@@ -237,7 +237,7 @@ def _on_all_ranks(batches: Iterable[Any], world: World) -> Iterator[Any]:
 @contextmanager
 def evaluation_mode(modules: nn.Module) -> Iterator[None]:
     """Put modules into eval mode, and restore each module's mode afterwards."""
-    # For each module separately: parts of a model may be in eval mode while the rest trains.
+    # For each module separately: parts of a model may be in eval mode while other parts train.
     modes = {module: module.training for module in modules.modules()}
     modules.eval()
     try:

@@ -122,11 +122,11 @@ _NUM_COMPARED = 4
 """Number of samples that ranks compare before the first step on a data set."""
 
 _DATA_DIFFER = (
-    "ab.batches gives each rank its share of one data set, so it must be the same on all ranks. Use the same seed for "
+    "ab.batches divides one data set among the ranks, so all ranks must pass the same data set. Use the same seed for "
     "random splits: random_split(data, sizes, generator=torch.Generator().manual_seed(0))."
 )
 _STREAMS_DIFFER = (
-    "ab.batches gives each rank its share of the stream, so every rank must read all of it, with the same seeds. For "
+    "ab.batches divides the stream among the ranks, so every rank must read the whole stream, with the same seeds. For "
     "a data set that divides the stream by rank, use ab.shares(DataLoader(dataset), effective_batch_size=...)."
 )
 
@@ -189,7 +189,7 @@ def _fingerprint(sample: Any) -> Any:  # noqa: ANN401 (any type of sample)
 
 
 def _digest(batch: Batch | None) -> tuple[int, ...] | None:
-    """Return a fingerprint of every tensor of a batch; None for an empty one."""
+    """Return a fingerprint of every tensor of a batch; None for an empty batch."""
     if batch is None or not count_samples(batch):
         return None
     return tuple(digest(tensor) for tensor in tensors_of(batch))

@@ -100,7 +100,7 @@ class BufferUpdates:
         return not self._pools
 
     def effective_batch(self) -> AbstractContextManager[None]:
-        """Return the context for running the micro-batches of an effective batch; each attempt needs a new one."""
+        """Return the context for the micro-batches of an effective batch; each attempt needs a new context."""
         return self._running() if self._pools else _NOTHING
 
     @contextmanager

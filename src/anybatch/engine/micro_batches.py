@@ -174,7 +174,7 @@ class BatchCounter:
     def _count_from_data(
         self, planned: PlannedBatch
     ) -> tuple[PlannedBatch, list[Batch], list[tuple[float, ...]], tuple[float, ...]]:
-        """Return the batch, its data, counts of its units, and divisors."""
+        """Load this rank's micro-batches; return the batch, this data, the counts of its units, and the divisors."""
         loss, world, sums, constraints = self._loss, self._world, self._sums, self._constraints
         loaded: list[Batch] = []
         counts: list[tuple[float, ...]] = []
@@ -337,7 +337,9 @@ def _plan_share(share: RankShare, placement: Placement, world: World, start: Pos
 
     sizes = _sizes_on_ranks(read, world, start)
     if not sum(sizes):
-        message = "the effective batch is empty: no rank has a sample. End the loop before, as ab.shares does."
+        message = (
+            "the effective batch is empty: no rank has a sample. End the loop before this step, as ab.shares does."
+        )
         raise BatchSizeError(message, effective_batch_size=0, world_size=world.size)
     if placement.split.lockstep:
         _check_idle_ranks(sizes, "no sample")

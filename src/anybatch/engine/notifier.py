@@ -61,7 +61,7 @@ def num_bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class Notifier:
-    """Sends records of the engine's actions to observers. Without `observers`, a step does not call it."""
+    """Sends records of the engine's actions to observers. Without `observers`, a step does not call the notifier."""
 
     def __init__(self, observer: Observer | None, rank: int, loss: Loss, max_norm: float | None) -> None:
         self.observers: tuple[Observer, ...] = (observer,) if observer is not None else ()
@@ -99,7 +99,7 @@ class Notifier:
             self.observers, self._on_batch = before
 
     def begin_step(self, step: int, counted: CountedBatch) -> None:
-        """Store the step and its batch, which the records of this step contain."""
+        """Store the step and its batch for the records of this step."""
         self._step, self._counted, self._position, self._num_begun = step, counted, 0, 0
         if self._tensors is not None:
             begin_peak(self._device)
@@ -117,7 +117,7 @@ class Notifier:
 
     def before(self, micro_batch: MicroBatch) -> None:
         """Report the start of a micro-batch."""
-        # Started and finished micro-batches are counted separately: with norms="exact" all start before the first ends.
+        # Count starts and ends separately: with norms="exact" all micro-batches start before the first one ends.
         self.send(self._micro_batch(micro_batch, "begin", self._num_begun, {}, {}))
         self._num_begun += 1
 
@@ -129,7 +129,7 @@ class Notifier:
         values = iter(contributions)
         for name, factor in zip(self._loss.names, micro_batch.factors, strict=True):
             counts[name] = factor.count
-            if factor.has_value and contributions:  # an `ab.joint` loss has none per micro-batch
+            if factor.has_value and contributions:  # an `ab.joint` loss has no contributions per micro-batch
                 contribution = next(values)
                 # Divide by the factor to get the term's sum, unless the factor is 0.
                 sums[name] = contribution / factor.of_sum if factor.of_sum else contribution

@@ -121,7 +121,7 @@ class _Draws(TorchFunctionMode):
         return result
 
     def keep(self, what: str, dropped: torch.Tensor, p: float, *, by_channel: bool) -> torch.Tensor:
-        """Return the mask of kept elements, of the shape of `dropped`, or (samples, channels, 1, ...) by channel."""
+        """Return the mask of kept elements, shaped like `dropped`, or (samples, channels, 1, ...) if `by_channel`."""
         call = self._next_call()
         self._check_sample_axis(what, dropped)
         shape = tuple(dropped.shape)
@@ -136,7 +136,7 @@ class _Draws(TorchFunctionMode):
     def _next_call(self) -> int:
         """Return the number of this call of dropout; a recomputed forward gets the same number again."""
         generator = torch.default_generator
-        if self._has_drawn():  # checked now, since the new seed below would hide it
+        if self._has_drawn():  # checked now, since the new seed below would hide the draw
             _refuse(
                 "random numbers were drawn outside dropout",
                 "Draw them with the data, so that they belong to the sample, or write it with F.dropout.",

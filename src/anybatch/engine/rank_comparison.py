@@ -210,7 +210,7 @@ def _numbers(group: dict[str, Any]) -> list[float]:
 
 
 def _some_ids(ids: Sequence[int]) -> tuple[int, ...]:
-    """Return some of the sample ids, evenly spaced; other samples or another order change them."""
+    """Return some of the sample ids, evenly spaced, to detect other samples or another order."""
     if isinstance(ids, range):
         return ids.start, ids.stop, ids.step
     return tuple(map(int, ids[:: -(-len(ids) // _MAX_IDS) or 1]))

@@ -23,7 +23,8 @@ def shares(
     """Yield the batches of this rank's loader until the loaders of all ranks have ended.
 
     The plain loop `for batch in loader` hangs if ranks have different numbers of batches, because ranks with a batch
-    wait in a reduction for the others. Here a rank whose loader has ended yields empty shares until all have ended.
+    wait in a reduction for the other ranks. Here a rank yields empty shares after the end of its loader, until all
+    loaders have ended.
 
     Args:
         loader: yields batches of any size, as tensors or dicts, lists or tuples of tensors; they are this rank's share.
@@ -86,7 +87,7 @@ def _shares_as_loaded(batches: Iterator[Any], world: World) -> Iterator[RankShar
             loaded.extend(itertools.islice(batches, 1))
             return [len(loaded)]
 
-        # Every rank takes part in every step, even if its loader has ended or failed: the others wait for its answer.
+        # Every rank takes part in every step, even if its loader has ended or failed: other ranks wait for its answer.
         num_loaded = world.gather_from(read, 1)
         if not any(row[0] for row in num_loaded):
             return
@@ -171,7 +172,7 @@ def _warn_of_duplicates(loader: Iterable[Any]) -> None:
     if message:
         warnings.warn(
             f"{message}: duplicates count twice in every epoch. Use ab.batches(dataset), which gives ranks unequal "
-            "shares, or drop the rest (drop_last=True).",
+            "shares, or drop the last samples (drop_last=True).",
             AnyBatchWarning,
             stacklevel=3,
         )

@@ -155,7 +155,7 @@ class SpikeGuard:
         return is_due and self._can_act and self.watch.action == "roll_back" and self._detector.is_calm
 
     def keep(self, step: int) -> None:
-        """Copy the current state, and of the earlier copies keep only the newest."""
+        """Copy the current state, and drop all earlier copies except the newest."""
         self._last_kept = step
         del self._kept[: -(_NUM_KEPT - 1)]
         self._kept.append(self.copy_state(step))

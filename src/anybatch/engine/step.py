@@ -249,7 +249,7 @@ class StepRunner:
     _waits_for_split: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        # None after the first steps, whose additional work later steps skip.
+        # None after the first steps: later steps skip their additional work.
         self._first: FirstSteps | None = self.first_steps
         self._returns_count = self.context.loss.kind.returns_count
         self._dtype = widest_dtype(self.world.device)

@@ -79,11 +79,11 @@ class StepGuard:
     def begin_step(self) -> AbstractContextManager[None]:
         """Check the state before a step, and return a context in which its micro-batches run.
 
-        The context can be entered again. It disables the user's hooks on parameters, which `run_hooks` runs later.
+        The context can be entered repeatedly. It disables the user's hooks on parameters; `run_hooks` runs them later.
         """
         if self._modules is not None and not self._trained.are_unchanged:
             self._raise_other_parameters(self._modules)
-        # Strategies have hooks on parameters too, so the hooks are checked only if their number has changed.
+        # Strategies register hooks on parameters too, so only a changed number of hooks is a reason to check them.
         if (num_hooks := num_accumulation_hooks(self._parameters)) != self._num_accumulation_hooks:
             self._raise_new_hooks(num_hooks)
         if any(map(operator.is_not, map(_GRADIENT, self._parameters), itertools.repeat(None))):

@@ -177,7 +177,7 @@ def _why(name: str, needed: ReplicaBytes, limit: int, world: World) -> str:
     reason, shared = f"{replica} do not fit into {room}", needed.per_rank(world.size)
     if name == "zero1":
         reason += f"; {in_bytes(shared)} with the update shared by {world.size} ranks"
-    # No possible strategy is certain to fit, and this is the one that needs the least memory.
+    # No possible strategy is certain to fit, and this one needs the least memory.
     if name == "all_reduce" or (name == "zero1" and shared > available):
         reason += "; 'fsdp' needs the optimizer as a function of named parameters, and compatible arguments"
     return reason

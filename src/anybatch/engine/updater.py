@@ -83,7 +83,7 @@ class HostCopy:
     def __init__(self, numbers: torch.Tensor) -> None:
         self._copy = numbers.detach().to("cpu", non_blocking=True)
         self._event = torch.Event(numbers.device)
-        self._event.record()  # the copy is complete once this event is
+        self._event.record()  # once this event has completed, so has the copy
 
     def read(self) -> torch.Tensor:
         """Return the numbers; wait for the copy, but not for later work of the device."""

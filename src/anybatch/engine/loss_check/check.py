@@ -88,7 +88,7 @@ class LossCheck:
         self._undecided = ""
 
     def provisional(self, context: LoopContext) -> LoopContext:
-        """Return a context for size trials before the check, in which an undeclared loss that is a scalar is a mean."""
+        """Return a context for size trials before the check: in it, a scalar undeclared loss counts as a mean."""
         if self._undeclared is None:
             return context
         loss = dataclasses.replace(self.declared, function=UndeclaredLoss(self.declared.function, is_mean=True))
@@ -173,7 +173,7 @@ class LossCheck:
         )
 
     def _shared_source(self, source: SampleSource) -> SampleSource:
-        """Return the samples of one rank to all ranks, if each rank has only its share."""
+        """Return one rank's samples on all ranks; called if each rank has only its share."""
 
         def few() -> Batch:
             if len(source.positions) < 2:  # noqa: PLR2004 (a single sample cannot be split)
@@ -187,7 +187,7 @@ class LossCheck:
     def _verdict(
         self, source: SampleSource, autocast: Callable[[], AbstractContextManager[object]], max_samples: int
     ) -> Verdict:
-        # In lockstep, all ranks use the largest of their numbers.
+        # `agree` gives all ranks the same number: in lockstep, the largest of their numbers.
         agree = (lambda number: max(self.world.gather_objects(number))) if self.lockstep else (lambda number: number)
         functions = self.declared.functions.values()
         # Layers that wait for other ranks would hang, since the other ranks may have no samples to run.
@@ -209,7 +209,7 @@ class LossCheck:
                 self.strategy.clear_gradients()
 
     def _described(self, runs: LossRuns, verdict: Verdict) -> Verdict:
-        """Return the verdict to send to other ranks: without samples, and with the error message if it is broken."""
+        """Return the verdict to send to other ranks: without samples, with the message for a wrong declaration."""
         sent = dataclasses.replace(verdict, pieces=(), is_scalar=runs.returned_number)
         if verdict.kind != "broken":
             return sent

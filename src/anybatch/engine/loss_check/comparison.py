@@ -100,7 +100,7 @@ def splits(
 ) -> Iterator[tuple[list[int], tuple[int, ...]]]:
     """Yield positions and sizes of pieces: first single samples, then even sizes, pairs, and the step's micro-batches.
 
-    Many small pieces show more effects of thresholds, such as a margin, the hardest samples, or a capacity.
+    Small pieces reveal more effects of thresholds, such as a margin, the hardest samples, or a capacity.
     """
     number, varied = len(chosen), list(chosen)
     yield varied, _sizes(number, 1, 1, 1, 2)
@@ -269,7 +269,7 @@ def _compared(
         if (broken := _broken_count(runs, pieces)) is not None:
             return broken
         full = runs.gradient(pieces[:1], is_full=True)
-    except LossError as failure:  # the step raises it too, except for a count on a device, for which it does not wait
+    except LossError as failure:  # the step raises it too, unless it would have to read a count from a device
         return Verdict(kind="broken", reason=str(failure), pieces=pieces)
     except NotFiniteError as failure:
         raise NothingToCompareError(str(failure)) from failure

@@ -189,7 +189,7 @@ class _Parts(NamedTuple):
 
 
 def _mean(runs: LossRuns, verdict: Verdict) -> Diagnosis | None:
-    """Find the items that the loss averages over, from weights that make the pieces add up; None if as declared."""
+    """Find the items of the loss's mean, from weights with which the pieces add up; None if they are as declared."""
     loss, pieces, sizes = runs.parts.loss, verdict.pieces[1:], verdict.sizes
     whole = runs.gradient(verdict.pieces[:1], is_full=True)
     # A piece with a count of 0 may have other items, over which the loss may be a mean.

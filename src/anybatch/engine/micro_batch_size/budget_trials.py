@@ -40,7 +40,7 @@ Load = Callable[[Sequence[int]], Batch]
 
 
 class _Split(NamedTuple):
-    """A split to time: packed (samples are concatenated without padding) or padded, and the maximum of tokens."""
+    """A split to time: packed (samples are concatenated without padding) or padded, and the maximum tokens (cap)."""
 
     packed: bool
     cap: int
@@ -242,7 +242,7 @@ def micro_batches_to_time(lengths: SampleLengths, budget: TokenBudget) -> tuple[
 def _sampled_units(lengths: SampleLengths, budget: TokenBudget) -> list[_Sampled]:
     """Return micro-batches that represent an effective batch on one rank.
 
-    Micro-batches are sorted by the lengths of their samples, and one represents each group of neighbours.
+    Micro-batches are sorted by the lengths of their samples, and one micro-batch represents each group of neighbours.
     """
     plan, occupied = plan_by_length(lengths, 1, SplitOptions(), budget), lengths.occupied_tokens
     entries = []  # (mean cost of a sample, cost of the micro-batch, positions)
@@ -261,7 +261,7 @@ def _sampled_units(lengths: SampleLengths, budget: TokenBudget) -> list[_Sampled
 
 
 def _cost(costs: Sequence[float], lengths: SampleLengths) -> float:
-    """Return the cost of samples as one micro-batch: their sum if packed; the largest times their number if padded."""
+    """Return the cost of samples as one micro-batch: the sum if packed; the largest times their number if padded."""
     return sum(costs) if lengths.packed else len(costs) * max(costs)
 
 

@@ -80,7 +80,7 @@ class TrialParts:
 
     @contextmanager
     def restoring_state(self, device: torch.device) -> Iterator[SeededGenerators]:
-        """Context that restores everything that trial runs change on exit."""
+        """Context that, on exit, restores everything that trial runs have changed."""
         functions = self.context.loss.functions.values()
         # Compiled modules run compiled, to measure the memory of real steps.
         with without_side_effects(self.modules, device, functions=functions, as_compiled=True) as generators:
@@ -166,7 +166,7 @@ class TrialRuns:
 
 
 WORTH_TIMING = 1_000_000
-"""Minimum of parameters times samples of a rank share for timing sizes; below it, a step takes milliseconds."""
+"""Sizes are timed if parameters times samples per rank reach this number; below it, a step takes milliseconds."""
 NUM_ROUNDS = 3
 """Timings of each size; the shortest is used, since disturbances only make a step longer."""
 _MIN_GAIN = 1.1
