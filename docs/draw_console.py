@@ -34,7 +34,7 @@ THEME = TerminalTheme(
 
 
 class LastFrame:
-    """Replaces rich's `Live`: draws the last frame only, as a terminal keeps it."""
+    """Replaces rich's `Live`: prints only the last frame, which stays on a real terminal."""
 
     def __init__(self, *, console: Terminal, **_: object) -> None:
         self._terminal = console
@@ -53,7 +53,7 @@ class LastFrame:
 
 
 def main() -> None:
-    """Train for a while and draw what a terminal shows at the end."""
+    """Train for some epochs, and draw the terminal at the end."""
     terminal = Terminal(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     terminal.print(f"$ {COMMAND}", style="bold", highlight=False)
 
@@ -70,7 +70,7 @@ def main() -> None:
         outcome = train(digits(), Path("runs", "digits"), choices, observer=begin)
         terminal.print(summary(outcome, tensorboard=""), end="", highlight=False, soft_wrap=True)
     svg = terminal.export_svg(title="anybatch train digits", theme=THEME, unique_id="console")
-    svg = re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # fonts that would be fetched from elsewhere
+    svg = re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # the SVG must not load fonts from other sites
     OUT.write_text(re.sub(r"font-family: *[^;]+;", f"font-family: {FONTS};", svg), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Draw the guide's pictures in docs/, as an exported page shows it: `python -m docs.draw_guide`, with Chromium."""
+"""Draw the pictures of docs/guide.md from an exported page: `python -m docs.draw_guide`; needs Chromium."""
 
 import tempfile
 from pathlib import Path
@@ -19,14 +19,14 @@ SETTLE = """async () => {
 
 
 def draw_chapter(page: Page, chapter: str, name: str) -> None:
-    """Draw the window with a chapter at its top."""
+    """Draw the window, scrolled to a chapter."""
     page.evaluate(f"document.getElementById('{chapter}').scrollIntoView({{behavior: 'instant'}})")
     expect(page.locator(f"nav.wide a[href='#{chapter}']")).to_have_attribute("aria-current", "true")
     page.screenshot(path=DOCS / f"{name}.png")
 
 
 def draw(page: Page) -> None:
-    """Draw the first screen, the loop, memory over a step, and a run of the playground beside its mistake."""
+    """Draw the first screen, the loop, the memory of a step, and a playground run with a mistake."""
     bring_to_life(page)
     page.evaluate("scrollTo({top: 0, behavior: 'instant'})")
     page.get_by_role("slider", name="Position in the scene").fill(BACKWARD)
@@ -38,12 +38,12 @@ def draw(page: Page) -> None:
     playground.get_by_role("button", name="Forgot to divide").click()
     expect(playground.locator(".which")).to_have_text("digits 16 \u00d7 4, SGD, forget to divide (recorded)")
     page.set_viewport_size(TALL)
-    page.mouse.move(0, 0)  # or the field below it would show its arrows
+    page.mouse.move(0, 0)  # away from a number field, which would show its arrows
     draw_chapter(page, "playground", "guide_playground")
 
 
 def main() -> None:
-    """Export the page, and draw it in the light."""
+    """Export the page, and draw it in light mode."""
     with (
         tempfile.TemporaryDirectory() as folder,
         served(export_folder(DIST, Path(folder) / "guide")) as address,

@@ -1,7 +1,7 @@
-"""Make seven runs, and draw their pages: `python -m docs.draw_watch [FOLDER]`, with Chromium, in about two minutes.
+"""Make seven runs, and draw their pages: `python -m docs.draw_watch [FOLDER]`; needs Chromium and about two minutes.
 
-The overview and the run of two ranks are the pictures in docs/. With a folder, all pages are drawn there, on a desktop
-and on a phone, in light and dark mode; the runs are kept there, too, and used again.
+Without a folder, the program draws the two pictures of docs/watch.md. With a folder, it draws all pages there, for a
+desktop and a phone, in light and dark mode; it also keeps the runs there, and uses them again.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ LOOP_STEPS, LOOP_BATCH, LOOP_RATE = 100_000, 32, 0.01
 
 
 def train(folder: Path) -> None:
-    """Make the runs with the command line, and the one of 100,000 steps in a plain loop."""
+    """Make six runs with the command line, and a run of 100,000 steps in a plain loop."""
     for name, options in RUNS.items():
         if (folder / name).exists():
             continue
@@ -53,7 +53,7 @@ def train(folder: Path) -> None:
 
 
 def kill_halfway(command: list[str], folder: Path) -> None:
-    """Start a run, and kill it some steps after a checkpoint."""
+    """Start a run, and kill it a few steps after a checkpoint."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         log = folder / "events.jsonl"
         while process.poll() is None:
@@ -80,7 +80,7 @@ def train_own_loop(folder: Path) -> None:
 
 
 def looks() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each way to look at a page: its name, and options of the browser."""
+    """Yield the name and the browser options of each device and colour scheme."""
     for device, options in (("desktop", DESKTOP), ("phone", PHONE)):
         for scheme in ("light", "dark"):
             yield f"{device}-{scheme}", {**options, "color_scheme": scheme, "reduced_motion": "reduce"}
@@ -92,7 +92,7 @@ def draw(browser: Browser, address: str, folder: Path, look: str, options: dict[
         page = watched.page
         expect(page.locator("main tbody .chip")).to_have_count(len(RUNS) + 1)
         chart = page.get_by_role("slider", name="loss of the runs")
-        for key in ("Home", *"++++++++"):  # or the run of 100,000 steps would hide the others
+        for key in ("Home", *"++++++++"):  # zoom in, because the run of 100,000 steps would hide the other runs
             chart.press(key)
         chart.blur()
         page.screenshot(path=folder / f"overview-{look}.png", full_page=True)

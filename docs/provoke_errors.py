@@ -1,7 +1,7 @@
-"""Provoke the errors that a run can meet and print what is said, with the exit status: `python docs/provoke_errors.py`.
+"""Provoke common errors of runs, and print their messages and exit statuses: `python docs/provoke_errors.py`.
 
-Each command is run as a user would, in one empty folder. The full disk is a file system of one megabyte, on Linux and
-where this may mount one.
+The commands run in one temporary folder. The full disk is a file system of one megabyte; it needs Linux and permission
+to mount.
 """
 
 import json
@@ -47,7 +47,7 @@ def large():
 
 
 def say(title: str, *words: str, env: Mapping[str, str] | None = None) -> None:
-    """Run `anybatch` and print what it says, without the lines of a run that is going well."""
+    """Run `anybatch`, and print its standard error and exit status; normal output is dropped."""
     command = [sys.executable, "-m", "anybatch", *words]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=SECONDS, check=False, env={**os.environ, **(env or {})}
@@ -56,7 +56,7 @@ def say(title: str, *words: str, env: Mapping[str, str] | None = None) -> None:
 
 
 def truncate_newest(folder: Path) -> None:
-    """Cut a checkpoint in half."""
+    """Truncate the tensors of the newest checkpoint to half of their bytes."""
     newest = max((folder / "checkpoints").iterdir())
     file = newest / "tensors.safetensors"
     with file.open("r+b") as opened:
@@ -65,7 +65,7 @@ def truncate_newest(folder: Path) -> None:
 
 @contextmanager
 def small_disk(place: Path) -> Iterator[bool]:
-    """Mount a file system of one megabyte, if this process may; yield whether it could."""
+    """Mount a file system of one megabyte; yield whether this process had the permission."""
     place.mkdir()
     mount = shutil.which("mount")
     command = [mount or "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
@@ -79,7 +79,7 @@ def small_disk(place: Path) -> Iterator[bool]:
 
 @contextmanager
 def taken_port() -> Iterator[str]:
-    """Listen on a port, so that nobody else can."""
+    """Listen on a port, so that no other program can use it; yield its number."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -87,20 +87,20 @@ def taken_port() -> Iterator[str]:
 
 
 def main() -> None:
-    """Provoke one after the other."""
+    """Provoke the errors, one after another."""
     Path("small.py").write_text(SMALL, encoding="utf-8")
     Path("broken.py").write_text("import torch\nimport no_such_package\n", encoding="utf-8")
     Path("empty.py").write_text("def job():\n    return None\n", encoding="utf-8")
     Path("sklearn.py").write_text("raise ModuleNotFoundError(name='sklearn')\n", encoding="utf-8")
-    say("a recipe that does not import", "train", "broken.py:job")
-    say("a recipe that is none", "train", "empty.py:job")
+    say("a recipe with a failing import", "train", "broken.py:job")
+    say("a function that returns no recipe", "train", "empty.py:job")
     say("a missing extra", "train", "digits", env={"PYTHONPATH": f"{Path.cwd()}:{os.environ.get('PYTHONPATH', '')}"})
     Path("sklearn.py").unlink()
     with taken_port() as port:
         launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        say("a port that is taken", "train", "small.py:job", env=launched)
-    say("a run to go on with", "train", "small.py:job", "--out", "run", "--steps", "20")
-    say("a folder that exists", "train", "small.py:job", "--out", "run")
+        say("a port in use", "train", "small.py:job", env=launched)
+    say("a run to resume later (no error)", "train", "small.py:job", "--out", "run", "--steps", "20")
+    say("an existing folder", "train", "small.py:job", "--out", "run")
     say("a checkpoint of another model", "train", "small.py:other", "--resume", "--out", "run", "--steps", "30")
     truncate_newest(Path("run"))
     say("a truncated checkpoint", "train", "small.py:job", "--resume", "--out", "run", "--steps", "30")

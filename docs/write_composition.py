@@ -22,7 +22,7 @@ _INTRODUCTION = """# Which features can be combined
 
 A combination of two [features](#names-of-features) that is not listed here is exact.
 Exact means the gradient of the unsplit batch: to 1e-12 in float64, and up to rounding in bf16 and fp16.
-The engine refuses with a `CompositionError` before it changes the model, or in the first backward if need be.
+The engine raises a `CompositionError` before it changes the model; a few errors come in the first backward.
 A test runs every pair on one and on two CPU ranks, with torch.compile's backends `aot_eager` and `eager`.
 
 `python docs/write_composition.py` writes this page from `src/anybatch/core/compatibility.py`."""
@@ -70,7 +70,7 @@ def _features() -> str:
 
 
 def _named(combinations: Combinations) -> str:
-    """Return the names of features or pairs: all pairs with the same second features as "`a`, `b` with `c`, `d`"."""
+    """Return the names of features or pairs; pairs with the same second features are joined: "`a`, `b` with `c`"."""
     seconds: dict[str, list[str]] = {}
     for first, *others in combinations:
         seconds.setdefault(f"`{first.name.lower()}`", []).extend(f"`{other.name.lower()}`" for other in others)

@@ -1,7 +1,7 @@
-"""Run the README's commands and write down what they print: `python docs/write_readme_outputs.py`.
+"""Run the README's commands and update their outputs in the README: `python docs/write_readme_outputs.py`.
 
-Every fenced block of the kind `console` has a line `$ command`; what follows it is replaced by what the command prints.
-The commands run one after the other in one empty folder, with the `anybatch` of the Python that runs this.
+Every fenced `console` block starts with a line `$ command`; this program replaces the lines after it by the command's
+output. The commands run one after another in one temporary folder, with the Python that runs this program.
 """
 
 import os
@@ -18,12 +18,12 @@ SECONDS = 300
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
-    """Return the commands of a page, each with the output that stands below it."""
+    """Return the commands of a page, each with its output on the page."""
     return [(found["command"], found["output"]) for found in BLOCK.finditer(page)]
 
 
 def printed_by(command: str, folder: Path) -> str:
-    """Return what a command prints in a folder, to both of its outputs."""
+    """Return what a command prints in a folder, to standard output and standard error."""
     program, *words = shlex.split(command.removesuffix("2>/dev/null"))
     assert program == "anybatch", f"{command!r} must begin with anybatch"
     done = subprocess.run(
@@ -40,7 +40,7 @@ def printed_by(command: str, folder: Path) -> str:
 
 
 def rewritten(page: str, folder: Path) -> str:
-    """Return a page with the outputs of its commands as they are printed now."""
+    """Return a page with the current outputs of its commands."""
     return BLOCK.sub(
         lambda found: f"{found[1]}$ {found['command']}\n{printed_by(found['command'], folder)}{found[4]}", page
     )

@@ -30,12 +30,12 @@ _JSON_TYPES = types.MappingProxyType({int: "integer", bool: "boolean", str: "str
 
 
 def json_schema() -> Schema:
-    """Return the JSON Schema (draft 2020-12) of one line: one definition per kind of record, and one for the others."""
+    """Return the JSON Schema (draft 2020-12) of a line: a definition for each kind of record and for unknown kinds."""
     records: tuple[type[Record], ...] = typing.get_args(Record)
     kinds = [record.kind for record in records]
     unknown = {
         "type": "object",
-        "description": "A kind added later. To be ignored.",
+        "description": "A kind of record that a later version added. Ignore it.",
         "properties": {**_envelope(), "kind": {"type": "string", "not": {"enum": kinds}}},
         "required": [*_envelope(), "kind"],
     }
@@ -43,19 +43,19 @@ def json_schema() -> Schema:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": f"urn:anybatch:events:{SCHEMA_VERSION}",
         "title": "One line of an anybatch log",
-        "description": "Unknown kinds and unknown fields are to be ignored, lines of another version to be skipped.",
+        "description": "Ignore unknown kinds and unknown fields; skip lines of other versions.",
         "oneOf": [{"$ref": f"#/$defs/{name}"} for name in (*kinds, "unknown")],
         "$defs": {
             **{record.kind: _record_schema(record) for record in records},
             "unknown": unknown,
             "number": {
                 "anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}, {"type": "null"}],
-                "description": "a number; NaN and the infinities, which JSON lacks, are the strings that Python's "
-                "float() and JavaScript's Number() read; null if it could not be read from its device",
+                "description": "a number; NaN and infinities are strings that Python's float() and JavaScript's "
+                "Number() read, because JSON lacks them; null if the number could not be read from its device",
             },
             "flag": {
                 "type": ["boolean", "null"],
-                "description": "a truth value; null if it could not be read from its device",
+                "description": "a boolean; null if it could not be read from its device",
             },
         },
     }
@@ -72,12 +72,12 @@ def _envelope() -> Schema:
         "sequence": {
             "type": "integer",
             "minimum": 0,
-            "description": "number of the line in its log, from 0 on, not restarted when a run is resumed",
+            "description": "number of the line in its log, from 0; a resumed run continues the numbering",
         },
         "time_seconds": {
             "type": "number",
-            "description": "when the record arrived, on a clock that only goes forward and whose zero means nothing: "
-            "take differences, between lines after the same start record",
+            "description": "time at which the record arrived, in seconds on a monotonic clock with an arbitrary zero: "
+            "compare only times after the same start record",
         },
     }
 
@@ -90,7 +90,7 @@ def _record_schema(record: type[Record]) -> Schema:
         for field in dataclasses.fields(record)
     }
     properties = {**_envelope(), "kind": {"const": record.kind}, **fields}
-    # A log always writes every field, so readers need not check for it.
+    # A log always writes every field, so readers need not check whether it exists.
     return {"type": "object", "description": summary, "properties": properties, "required": list(properties)}
 
 
@@ -121,7 +121,7 @@ def _type_schema(hint: object) -> Schema:
 
 
 def _union_schema(members: tuple[object, ...]) -> Schema:
-    """Return the schema of a union; a tensor in it means the number or truth value next to it."""
+    """Return the schema of a union; a tensor in the union stands for its number or boolean."""
     if torch.Tensor not in members:
         return {"anyOf": [_type_schema(member) for member in members]}
     scalar = "flag" if bool in members else "number"
