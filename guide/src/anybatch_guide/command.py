@@ -131,7 +131,7 @@ def _record(arguments: Sequence[str]) -> int:
     for name in names:
         sys.stdout.write(f"{name} ...")
         sys.stdout.flush()
-        # With several names, use a new process for each recording, so that earlier ones have no effect.
+        # With several names, use a new process for each recording, so that earlier recordings have no effect.
         written = record(name, given.to) if len(names) == 1 else record_in_subprocess(name, given.to)
         sys.stdout.write(f" {written}\n")
     return Status.DONE

@@ -105,7 +105,7 @@ class MicroBatchView:
             return
         if record.event == "begin":
             self._is_shown = self._observer.is_stepped or record.step % self._every == 0
-        # A BatchNorm policy may run all forwards before one backward, so there is no gradient per micro-batch.
+        # A BatchNorm policy may run all forwards before one backward, so single micro-batches have no gradient.
         elif self._is_shown and self._cells.added is not None:
             self._observer.add_micro_batch(
                 {

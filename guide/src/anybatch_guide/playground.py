@@ -73,7 +73,7 @@ def run(
 
 def warm() -> None:
     """Load the slow imports (scikit-learn has the images), and make one step."""
-    # Without scikit-learn there is no warm-up.
+    # Without scikit-learn, skip the warm-up.
     with suppress(DataError):
         run(PlaygroundSetting(micro_batch_size=1, accumulation_steps=1, steps=1), lambda _: None)
 

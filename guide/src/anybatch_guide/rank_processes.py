@@ -126,7 +126,7 @@ class _Sender:
         self.is_stepped = False
 
     def observe(self, record: Record, /) -> None:
-        """Send a record: all kinds from the first rank, only micro-batches from the others."""
+        """Send a record: all kinds from the first rank, only micro-batches from other ranks."""
         if isinstance(record, MicroBatchRecord) or (self._is_first and not isinstance(record, NOT_SHOWN)):
             self._send_and_wait("observe", record)
 

@@ -253,7 +253,7 @@ class Stream(EventStream):
 
 
 async def until_first(*awaitables: Awaitable[None]) -> None:
-    """Wait until one awaitable ends, and cancel the others."""
+    """Wait until an awaitable ends, and cancel all others."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

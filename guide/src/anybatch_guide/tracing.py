@@ -278,7 +278,7 @@ def _receive(processes: Sequence[SpawnProcess], ours: Connection, theirs: Connec
     finally:
         ours.close()
         for process in processes:
-            # A process that has answered exits; one that hangs is killed.
+            # A process that has answered exits; a process that hangs is killed.
             process.join(10)
             process.kill()
             process.join()

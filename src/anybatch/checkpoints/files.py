@@ -2,7 +2,7 @@
 
 ```text
 step-00000120            a checkpoint
-step-00000120.replaced   also a checkpoint: the former one of that step, until the new one is in place
+step-00000120.replaced   also a checkpoint: the former checkpoint of that step, until its replacement has the name
 step-00000120.saving     being written, or left by a killed run; never read
 step-00000120.deleting   being removed, or left by a killed run; never read
 ```
@@ -11,8 +11,8 @@ A folder is renamed to the name of a checkpoint when all of it is on the disk, a
 its files is removed. So a folder with the name of a checkpoint is always complete.
 
 Tensors are in one file, `tensors.safetensors`, or in one file of parts for each process that saved:
-`tensors-00001-of-00004.safetensors`. All files are readable without anybatch: two are JSON, the others safetensors.
-They contain no code, and nothing is parsed before its digest is checked. Every version of the format keeps
+`tensors-00001-of-00004.safetensors`. All files are readable without anybatch: two are JSON, all others safetensors.
+They contain no code, and a file is parsed only after its digest is checked. Every version of the format keeps
 `digests.json` and `state.json` as JSON objects with the keys "format" and "version".
 """
 
@@ -350,7 +350,7 @@ def tidy(folder: Path, *, disk: Disk) -> list[str]:
                 remove(path, disk=disk)
             except OSError as error:
                 failures.append(f"could not remove {path}: {error}.")
-        # A run killed between the two renames of `put_in_place` left only the former checkpoint.
+        # If a run was killed between the two renames of `put_in_place`, only the former checkpoint exists.
         elif _CHECKPOINT.fullmatch(path.name) and path.suffix and not os.path.lexists(path.with_suffix("")):
             disk.rename(path, path.with_suffix(""))
     return failures
@@ -396,11 +396,11 @@ def prune(folder: Path, *, step: int, keep_last: int, disk: Disk) -> list[str]:
 
 def discard(path: Path, *, disk: Disk) -> None:
     """Remove a checkpoint: rename it first, then remove its files."""
-    doomed = path.with_name(path.name + DELETING)
-    # After the rename, a killed process leaves nothing that looks complete.
-    disk.rename(path, doomed)
+    renamed = path.with_name(path.name + DELETING)
+    # After the rename, the remaining files of a killed process no longer look like a complete checkpoint.
+    disk.rename(path, renamed)
     disk.sync_folder(path.parent)
-    remove(doomed, disk=disk)
+    remove(renamed, disk=disk)
 
 
 def remove(path: Path, *, disk: Disk) -> None:

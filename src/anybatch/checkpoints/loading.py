@@ -132,7 +132,7 @@ def _format_errors_explained(path: Path) -> Iterator[None]:
 
 
 def load_latest(folder: str | os.PathLike[str]) -> LoadedCheckpoint:
-    """Load the newest intact checkpoint in `folder`, and list the damaged ones that were skipped.
+    """Load the newest intact checkpoint in `folder`, and list the damaged checkpoints that were skipped.
 
     An intact checkpoint that cannot be used raises an error: the user can fix permissions or the version of anybatch,
     but falling back to an older checkpoint would lose steps.
@@ -155,7 +155,7 @@ def candidates(path: Path) -> tuple[Path, ...]:
 def newest_intact(
     folder: Path, paths: Sequence[Path], read: Callable[[Path], dict[Any, Any] | None]
 ) -> LoadedCheckpoint:
-    """Return the newest checkpoint of `paths`, newest last, that can be read, and the damaged ones that were skipped.
+    """Return the newest readable checkpoint of `paths` (newest last), and the damaged checkpoints that were skipped.
 
     `folder` is the folder of the checkpoints, or the only checkpoint, whose error is raised. `read` verifies a
     checkpoint, and may return its state.
@@ -185,7 +185,7 @@ def export(checkpoint: str | os.PathLike[str], file: str | os.PathLike[str], *, 
     transformers as `model.safetensors`. Tensors are copied one by one, so the model need not fit into memory.
 
     A tensor with several names, such as tied embeddings, is written under its first name, and the file's metadata maps
-    the others to it, as in `safetensors.torch.save_model`: `load_model` and transformers tie them again, and
+    its other names to the first, as in `safetensors.torch.save_model`. `load_model` and transformers tie them again;
     `load_state_dict` needs `strict=False`. With several named models, weights are prefixed, as in `generator.0.weight`;
     a checkpoint saved with `only_trainable=True` lacks frozen weights.
 
@@ -232,14 +232,14 @@ def export(checkpoint: str | os.PathLike[str], file: str | os.PathLike[str], *, 
 def _by_first_name(
     model: dict[str, object], average: dict[str, StoredTensor], path: Path
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return the tensors of a model by their first names, and for each other name the first one."""
+    """Return the tensors of a model by their first names, and a dict from each other name to the first name."""
     names: dict[object, list[str]] = defaultdict(list)
     for name, value in model.items():
         if isinstance(value, StoredTensor):
             names[value.key].append(name)
     left_out = [name for name, value in model.items() if not isinstance(value, StoredTensor)]
     if left_out:
-        message = f"{', '.join(left_out)} of {path} are not tensors, so the export leaves them out."
+        message = f"the export skips {', '.join(left_out)} of {path}, because only tensors can be exported."
         warnings.warn(message, stacklevel=3)
     tensors: dict[str, StoredTensor] = {}
     for first, *others in names.values():

@@ -97,7 +97,7 @@ def save(
         state: nested dicts (also `OrderedDict` and `Counter`) with text or integer keys, lists, tuples, None, booleans,
             integers, floats, text, bytes, and dense tensors of any dtype on any device.
         keep_last: number of checkpoints to keep, including this one. Later steps are kept and not counted.
-        disk: the file system; tests pass one that fails.
+        disk: the file system; tests pass a `Disk` that fails.
 
     Raises:
         UserError: `state` cannot be restored unchanged, or `step` or `keep_last` is not a count; nothing was written.
@@ -118,9 +118,9 @@ def save(
 class SharedSave:
     """One process's share in saving a checkpoint; arguments as for `save`.
 
-    With several processes, `folder` is on a shared file system. In `state`, a tensor of which this process has a part
-    is a `TensorPart`, and a tensor of other processes has no data (device "meta"). Names and other values are written
-    by process 0, the first one.
+    With several processes, `folder` is on a shared file system. In `state`, a `TensorPart` is this process's part of a
+    tensor, and a tensor without data (device "meta") belongs to other processes. Process 0, the first, writes names and
+    other values.
     """
 
     def __init__(

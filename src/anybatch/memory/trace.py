@@ -242,7 +242,7 @@ ORDER: tuple[Category, ...] = ("weights", "buffers", "optimizer", "gradients", "
 class MemoryTimeline:
     """Memory in use after each allocation or free (a *moment*), by category."""
 
-    categories: tuple[str, ...]  # the categories of the columns, without empty ones
+    categories: tuple[str, ...]  # the categories of the columns; empty categories have no column
     held_bytes: Int[Tensor, "moment category"]
     phases: Sequence[Phase]  # phase of the step at each moment
     operations: Sequence[str]  # operation of each allocation; empty for a free

@@ -15,7 +15,7 @@ _REPLACEMENTS = ("group_norm", "layer_norm")
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Each micro-batch is normalised by its own statistics. Running statistics are of the whole effective batch."""
+    """Each micro-batch is normalised by its own statistics. Running statistics cover the whole effective batch."""
 
     name = "keep"
     description = (
@@ -31,8 +31,8 @@ class Sync:
 
     name = "sync"
     description = (
-        "the k-th micro-batches of all ranks are normalised by their joint statistics, which joins ranks but not "
-        "micro-batches; running statistics are pooled over the effective batch and updated once"
+        "the k-th micro-batches of all ranks are normalised together, but not the micro-batches of one rank; running "
+        "statistics are pooled over the effective batch and updated once"
     )
     feature = Feature.NORMS_SYNC
 

@@ -28,7 +28,7 @@ def contrastive(numbers: Numbers) -> Verdict:
 
 
 def on_cpus(numbers: Numbers) -> Verdict:
-    """Judge whether the gradient is correct on this CPU and needs less memory, which is no proof for other hardware."""
+    """Judge whether the gradient is correct on this CPU and needs less memory (no proof for others)."""
     return "only_if" if numbers["gradient_error"] < EXACT and numbers["memory_ratio"] < 1 else "false"
 
 

@@ -20,7 +20,7 @@ from anybatch.testing import RankPool
 from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
 
 WORLDS, NUM_STEPS = (2, 4), 9
-"""Numbers of ranks; number of timed steps, of which the median step is used."""
+"""Numbers of ranks; number of timed steps (the step with the median time is used)."""
 WIDTH, NUM_LAYERS, MICRO_BATCH, NUM_MICRO_BATCHES = 384, 6, 32, 4
 BUCKET_BYTES = 2 * (WIDTH * WIDTH + WIDTH) * 4
 """Two layers per bucket, so that the network has three buckets."""

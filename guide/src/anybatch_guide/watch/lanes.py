@@ -52,7 +52,7 @@ def _spans(step: SpanLines) -> list[Span]:
 
 
 def _drawn(rank: int, spans: Sequence[Span], shift: float) -> list[dict[str, Any]]:
-    """Return spans for the page: micro-batches, reductions, and phases except the one around the micro-batches."""
+    """Return spans for the page: micro-batches, reductions, and phases (except the phase around the micro-batches)."""
     drawn: list[dict[str, Any]] = []
     for span in spans:
         kind = "collective" if span.kind == "reduction" else _part(span)

@@ -20,7 +20,7 @@ _MAX_PRINTED: Final = 1e18
 def command_of(header: Path, run_folder: Path) -> dict[str, Any]:
     """Return the commands that repeat and resume a run (None if they are unknown), and its settings.
 
-    If a value is unprintable or looks like an option, there is no command, because users paste it into a terminal.
+    If a value is unprintable or looks like an option, no command is returned, because users paste it into a terminal.
     """
     unknown: dict[str, Any] = {"command": None, "resume": None, "changes": 0, "settings": {}}
     try:
