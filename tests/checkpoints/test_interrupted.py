@@ -88,9 +88,9 @@ OLD, NEW, NEXT = (exactly(state_of(number)) for number in (1, 2, 3))
     "a checkpoint is removed without renaming it first",
     "src/anybatch/checkpoints/files.py",
     """
-    disk.rename(path, doomed)
+    disk.rename(path, renamed)
     disk.sync_folder(path.parent)
-    remove(doomed, disk=disk)
+    remove(renamed, disk=disk)
 """,
     """
     remove(path, disk=disk)

@@ -28,7 +28,7 @@ from anybatch.core.torch_internals import layer_versions, set_layer_versions
 from anybatch.errors import NewerCheckpointError, UserError
 
 _ALLOWED = (
-    "A state can have dicts, lists, tuples, numbers, text, bytes, None and tensors, but no subclasses of these: convert "
+    "A state has dicts, lists, tuples, numbers, text, bytes, None and tensors, but no subclasses of these. Convert "
     "them with dict(...), tuple(...), int(...), float(...), dataclasses.asdict(...) or torch.from_numpy(...)."
 )
 # Below Python's recursion limit, so that a state that contains itself raises an error with its location.
