@@ -74,7 +74,7 @@ class Feature(Enum):
     SPARSE = ("gradients", "sparse gradients")
     TIED = ("roles of parameters", "tied parameters")
     FROZEN = ("roles of parameters", "frozen parameters")
-    UNUSED = ("idle parameters", "parameters that some micro-batches or all of them leave unused")
+    UNUSED = ("idle parameters", "parameters that some or all micro-batches do not use")
     CLIP_NORM = ("clip", "clipping by norm")
     COMPILED = ("compilation", "a model under torch.compile")
     NON_REENTRANT = ("checkpointing", "activation checkpointing with use_reentrant=False")
@@ -190,7 +190,7 @@ TABLE: Mapping[Combinations, Cell] = {
         "Call model.to(torch.bfloat16), or leave bf16_weights out.",
     ),
     _each((Feature.FIXED, Feature.TOKEN_BUDGET), Feature.RANK_SHARES): _refused(
-        "this needs single samples that can go to any rank, but a loader yields whole batches",
+        "single samples must be assignable to any rank, but a loader yields whole batches",
         "Feed the engine from ab.batches, or use deal='balanced' and an integer micro_batch_size.",
     ),
     _each(Feature.TOKEN_BUDGET, _REPLACING_NORMS): _refused(

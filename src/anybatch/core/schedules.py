@@ -67,7 +67,7 @@ class BatchRamp:
             if (num_samples is None) != (number == len(stages) - 1):
                 message = (
                     f"stage {number} of a ramp of {len(stages)} lasts {num_samples} samples. Pass None as the length "
-                    "of the last stage, and a number for all others."
+                    "of the last stage, and a number for all other stages."
                 )
                 raise BatchSizeError(message, code="end_of_stage")
             if num_samples is None:
