@@ -223,8 +223,8 @@ class CallTracker:
             return self._timeout_error()
         who = f"rank {1 - self._rank}" if self._size == 2 else "another rank"  # noqa: PLR2004
         message = (
-            f"the connection to {who} broke, and no rank has reported why. It was killed, its program ended before "
-            "this one (loaders of different lengths: wrap them in ab.shares), the network failed, or it took longer "
+            f"the connection to {who} broke, and no rank has reported why. That rank was killed or ended early "
+            "(loaders of different lengths: wrap them in ab.shares), the network failed, or a collective took longer "
             f"than the process group's timeout. {self._waited_in()} ({type(error).__name__}: "
             f"{str(error).splitlines()[0][:200]})"
         )
@@ -236,7 +236,7 @@ class CallTracker:
         if failure is not None and failure.error_type == RanksDifferError.__name__:  # true on all ranks
             return RanksDifferError(failure.reason, step=self._step)
         if failure is not None and failure.rank == self._rank:
-            return failure.error(f"the other ranks stopped after an error of this one: {failure}. {_RESTART}")
+            return failure.error(f"the other ranks stopped after an error of this rank: {failure}. {_RESTART}")
         if failure is not None:
             return failure.error(f"{failure}. {self._waited_in()}")
         if ended := self._ended():
@@ -244,7 +244,7 @@ class CallTracker:
             with suppress(RuntimeError, ValueError):  # the store's host ended
                 ended = [int(default_store().compare_set(_MISSED_KEY, "", str(ended[0])))]
             message = (
-                f"rank {ended[0]} has ended without an error: it was killed, or its program ended before the others' "
+                f"rank {ended[0]} has ended without an error: it was killed, or its program ended before other ranks "
                 f"(loaders of different lengths: wrap them in ab.shares). {self._waited_in()}"
             )
             return RankFailedError(message, rank=ended[0], step=self._step)
@@ -406,7 +406,7 @@ class CallTracker:
             "its program: remove `if rank == 0` around them (ranks agree on who writes a checkpoint), and wrap "
             "loaders of different lengths in ab.shares."
             if len(names) > 1
-            else "An error on one of them was caught there while the others continued: start again from a checkpoint."
+            else "One rank caught an error while other ranks continued: start again from a checkpoint."
         )
         message = f"ranks wait for each other in different calls: {'; '.join(clauses)}. {remedy}"
         return RanksDifferError(message, step=self._step, meant=tuple(clauses))

@@ -179,8 +179,8 @@ def _mpi_launch(variables: Mapping[str, str], *, joined: bool) -> Launch | None:
         if not joined and (address is None or port is None):
             message = (
                 f"{rank}={variables[rank]} and {size}={variables[size]}: mpirun has started several processes, but "
-                "gives no rendezvous. Set MASTER_ADDR to the first host and MASTER_PORT to a free port, on "
-                f"all of them (mpirun -x MASTER_ADDR=... -x MASTER_PORT=29500), or unset {size} to run each alone."
+                "gives no rendezvous. Set MASTER_ADDR to the first host and MASTER_PORT to a free port, in all "
+                f"processes (mpirun -x MASTER_ADDR=... -x MASTER_PORT=29500), or unset {size} to run each alone."
             )
             raise WorldError(message)
         return Launch(
