@@ -374,7 +374,7 @@ def check_policy(
         raise CompositionError(message)
     if constraints.every_unit and capabilities.lockstep:
         message = (
-            f"norms='exact' interleaves micro-batches, but with strategy {capabilities.name!r} ranks run each of them "
+            f"norms='exact' interleaves micro-batches, but strategy {capabilities.name!r} needs one after another, "
             "in lockstep. Use strategy='all_reduce', or norms=Exact(method='checkpoint')."
         )
         raise CompositionError(message)

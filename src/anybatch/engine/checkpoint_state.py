@@ -307,15 +307,15 @@ def _check_optimizer(target: UpdateTarget, saved: Mapping[str, Any], saved_class
     # New versions of an optimizer add settings, so kinds differ only if each side has settings that the other lacks.
     if new - old and old - new:
         message = (
-            f"the checkpoint has another kind of optimizer: it was saved with {saved_class or 'one'} (settings "
-            f"{', '.join(sorted(old - new))}), and this engine has {new_class} ({', '.join(sorted(new - old))}). "
-            f"Build the same optimizer as for the checkpoint.{_WEIGHTS_ALONE}"
+            f"the checkpoint has another kind of optimizer: it was saved with {saved_class or 'an unknown class'} "
+            f"(settings {', '.join(sorted(old - new))}), and this engine has {new_class} "
+            f"({', '.join(sorted(new - old))}). Build the same optimizer as for the checkpoint.{_WEIGHTS_ALONE}"
         )
         raise CheckpointError(message, code="other_optimizer")
     if saved_class is None:  # checkpoints of earlier versions have no class
         return []
     message = (
         f"the checkpoint has the optimizer {saved_class}, but the run continues with {new_class}, which has the same "
-        "settings. The run will differ from an uninterrupted one."
+        "settings. The run will differ from an uninterrupted run."
     )
     return [("another_optimizer_class", message)]

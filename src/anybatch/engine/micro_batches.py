@@ -309,7 +309,7 @@ def _sizes_on_ranks(count: Callable[[], int], world: World, start: Position) -> 
     """Return the number of samples of each rank."""
     hint = (
         "If the ranks' loaders differ in length, iterate ab.shares(loader): ranks that finish early then take part "
-        "with empty shares until all are done."
+        "with empty shares until all loaders have ended."
     )
     try:
         rows = world.gather_from(lambda: [float(count()), float(start.epoch), float(start.sample_offset)], 3)

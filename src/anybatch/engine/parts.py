@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # not imported at run time, since most runs need neither
 
 _RAISED_LATER = (
     "It was written in the background (engine.save(wait=False)), and training continues. The next engine.save "
-    "or engine.load raises this error on every rank, engine.close on this one."
+    "or engine.load raises this error on every rank, engine.close on this rank."
 )
 
 

@@ -90,7 +90,7 @@ class _Draws(TorchFunctionMode):
         if self._has_drawn():
             _refuse(
                 "random numbers were drawn outside dropout",
-                "Draw them with the data, so that they belong to the sample.",
+                "Draw random numbers with the data, so that they belong to a sample.",
             )
         if self.num_calls_of_step not in (None, self._num_calls):
             _refuse(
@@ -116,7 +116,7 @@ class _Draws(TorchFunctionMode):
                 f"{getattr(func, '__name__', func)} draws random numbers that are not seeded per sample",
                 _ATTENTION
                 if is_attention
-                else "Draw them with the data, so that they belong to the sample, or write it with F.dropout.",
+                else "Draw random numbers with the data, so that they belong to a sample, or use F.dropout.",
             )
         return result
 
@@ -139,7 +139,7 @@ class _Draws(TorchFunctionMode):
         if self._has_drawn():  # checked now, since the new seed below would hide the draw
             _refuse(
                 "random numbers were drawn outside dropout",
-                "Draw them with the data, so that they belong to the sample, or write it with F.dropout.",
+                "Draw random numbers with the data, so that they belong to a sample, or use F.dropout.",
             )
         call = generator.initial_seed() - self._first_seed
         if not 0 <= call <= self._num_calls:
@@ -176,7 +176,7 @@ class _Draws(TorchFunctionMode):
         if len(shape) > 2 and shape[0] != number == shape[1] and not self.in_attention:  # noqa: PLR2004
             _refuse(
                 f"{about}, whose {number} samples may be in axis 0 or axis 1",
-                "Put samples first, or choose another micro_batch_size if they are.",
+                "Put samples first; if they are first, choose another micro_batch_size.",
             )
 
     def _has_drawn(self) -> bool:

@@ -104,8 +104,8 @@ _NAMES = ("call", "batch", "settings", "weights")
 _WEIGHTS = _NAMES.index("weights")
 _MAX_IDS, _MAX_IDS_IN_MESSAGE = 64, 4
 _REMEDIES = {
-    "call": "One rank caught an error while the others made the step, or made an additional call: load the last "
-    "checkpoint on every rank.",
+    "call": "One rank caught an error while other ranks made the step, or one rank made an additional call: load the "
+    "last checkpoint on every rank.",
     "batch": "One rank skipped, added or reordered a batch, or continued after catching an error: load the last "
     "checkpoint on every rank (engine.load), and use the same batches in the same order.",
     "settings": "Use the same settings on every rank.",

@@ -252,7 +252,7 @@ class Updater:
             error.add_note(
                 f"anybatch: in {type(self.scheduler).__name__}.step, after the update of step {self._step} (counted "
                 "from 0), which is complete. Is the schedule shorter than the run? engine.reschedule continues with "
-                "another one."
+                "another schedule."
             )
             raise
         if warning:
