@@ -175,7 +175,7 @@ def _bound(plan: Plan) -> str:
     if fit.limit == "batch":
         return ", which is all there is for a rank"
     if fit.limit == "allocator":
-        return f": tensors would leave room for {fit.envelope.largest(usable)}, the allocator's rounding does not"
+        return f": by tensor sizes alone {fit.envelope.largest(usable)} would fit, but the allocator rounds sizes up"
     what = "the optimizer's step" if fit.limit == "optimizer step" else "tensors"
     return (
         f": one more would take {in_bytes(fit.envelope.peak_bytes(fit.largest + 1))} for {what}, of {in_bytes(usable)}"

@@ -34,7 +34,7 @@ function rowsThatFit(one: Plan): [string, string][] {
 /** The limit of the micro-batch size. */
 export function limitReason(one: Plan): string {
   if (one.binds === "batch") return ", which is all there is for a rank";
-  if (one.binds === "allocator") return `: tensors would leave room for ${one.largestOfTensors}, the allocator's rounding does not`;
+  if (one.binds === "allocator") return `: by tensor sizes alone ${one.largestOfTensors} would fit, but the allocator rounds sizes up`;
   const what = one.binds === "optimizer step" ? "the optimizer's step" : "tensors";
   return `: one more would take ${inBytes(one.oneMore)} for ${what}, of ${inBytes(one.budget.usable)}`;
 }
