@@ -134,4 +134,14 @@ describe("a pasted loop", () => {
   test("a file name that would not be a path of a Python file gives no command", () => {
     expect(readLoop(data.example.source, "train.py; rm x", data.roles).command).toBeUndefined();
   });
+
+  test("a Trainer's file gets the line that makes it exact; a loop next to it is still read", () => {
+    const text = "from transformers import Trainer\n\nmine = Trainer(model=model, args=args)\nmine.train()\n";
+    const found = readLoop(text, "train.py", data.roles);
+    expect(found).toMatchObject({ missing: [], command: undefined, exact: "import anybatch as ab\n\nmine = ab.exact(mine)\nmine.train()" });
+    expect(readLoop("def main():\n    trl.SFTTrainer(model, args).train()\n", "train.py", data.roles).exact).toContain("trainer = ab.exact(trainer)");
+    expect(readLoop("class MyTrainer(Trainer):\n    pass\n", "train.py", data.roles).exact).toBeUndefined();
+    const own = "def train(model, loader, optimizer, accumulation_steps):\n    loss.backward()\n    optimizer.step()\n";
+    expect(readLoop(`${text}${own}`, "train.py", data.roles).exact).toBeUndefined();
+  });
 });

@@ -9,8 +9,9 @@ export interface Cause {
   fix: string;
   /** The measured quantity, if it is not the error of the gradient. */
   measure?: "rate" | "samples" | "traffic" | "loss";
-  /** The case in the recording of the Trainer, if it is not in `wrong_losses`. */
+  /** The case in the recording of the Trainer, if it is not in `wrong_losses`, and its split. */
   trainer?: string;
+  split?: string;
   /** The guide's module with this mistake, for the judge. */
   loop?: string;
   /** Command that checks the reader's own code. */
@@ -75,7 +76,7 @@ export const CAUSES = {
     wrong: "def compute_loss(self, model, inputs, return_outputs=False, **kwargs):\n    ...\n▸    return F.cross_entropy(logits, labels)",
     fix: BY_EXACT,
     trainer: "compute_loss",
-    check: JOB,
+    split: "16 micro-batches in the step",
   },
   trainer_model: {
     title: "A Trainer averages the means of a model",
@@ -83,7 +84,7 @@ export const CAUSES = {
     wrong: MEAN_OF_MODEL,
     fix: BY_EXACT,
     trainer: "module",
-    check: JOB,
+    split: "16 micro-batches in the step",
   },
   trainer_tail: {
     title: "A Trainer’s last micro-batch is not full",
@@ -91,7 +92,7 @@ export const CAUSES = {
     wrong: MEAN_OF_MODEL,
     fix: BY_EXACT,
     trainer: "module_ragged",
-    check: JOB,
+    split: "micro-batches of 16 and 5 in the last step",
   },
   shares: {
     title: "Ranks with different numbers of samples count equally",
@@ -261,7 +262,7 @@ export interface Measured extends Cause {
 export function measured(id: CauseId, data: WrongLosses, trainer: TrainerLosses): Measured {
   const cause: Cause = CAUSES[id];
   const errors = trainer.errors[cause.trainer ?? ""] ?? [];
-  const own = cause.trainer === undefined ? data.mistakes[id] : { amounts: [{ at: `a Trainer, in step ${errors.length}`, amount: errors.at(-1) ?? NaN }], losses: trainer.losses[cause.trainer] };
+  const own = cause.trainer === undefined ? data.mistakes[id] : { amounts: [{ at: cause.split ?? "", amount: errors.at(-1) ?? NaN }], losses: trainer.losses[cause.trainer] };
   if (!own?.losses) throw new Error(`nothing was recorded of ${id}`);
   const losses = { with: own.losses.with.map(Number), without: own.losses.without };
   const nan = losses.with.findIndex(Number.isNaN);

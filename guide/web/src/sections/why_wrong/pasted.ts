@@ -6,6 +6,8 @@ export interface Pasted {
   /** What is missing, as sentences; empty if the judge can run the loop. */
   missing: string[];
   command: string | undefined;
+  /** The lines that make the Trainer of the file exact; undefined if the file has a loop of its own. */
+  exact?: string;
 }
 
 const LOOP = "def train(model, loader, optimizer, accumulation_steps):";
@@ -13,6 +15,11 @@ const LOOP = "def train(model, loader, optimizer, accumulation_steps):";
 /** Read the text of a file; `patterns` are the judge's names of parameters by role. */
 export function readLoop(text: string, file: string, patterns: Readonly<Record<string, string>>): Pasted {
   const code = text.replace(/("""|''')[\s\S]*?\1/g, '""').replace(/#.*$/gm, "");
+  const trainer = /^[ \t]*(?:(\w+) *= *)?(?:\w+\.)*\w*Trainer\(/m.exec(code);
+  if (trainer && !/\.backward\(/.test(code)) {
+    const name = trainer[1] ?? "trainer";
+    return { roles: [], missing: [], command: undefined, exact: `import anybatch as ab\n\n${name} = ab.exact(${name})\n${name}.train()` };
+  }
   const functions = code.split(/^(?=(?:async +)?def )/m).flatMap((body) => {
     const [head, name = ""] = /^def +(\w+) *\(/.exec(body) ?? [];
     return head === undefined ? [] : [{ name, trains: /\.backward\(/.test(body), ...readParameters(parametersOf(body.slice(head.length)), patterns) }];
