@@ -30,9 +30,10 @@ _CLAIMS = (
         rule_in_words="True: four micro-batches need less than 90% of the memory of one pass. False: otherwise.",
         texts={
             "true": (
-                "The peak of 64 samples falls from {peak_at_once} to {peak_in_four} in four parts. Only activations "
-                "shrink with the micro-batch; weights, gradients and optimizer state keep their size. So a quarter of "
-                "the batch needs more than a quarter of the memory, and single samples still need {peak_one_by_one}."
+                "The peak of 64 samples falls from {peak_at_once} to {peak_in_four} in four parts: slightly more than "
+                "on the first screen, because the engine also holds the next micro-batch. Only activations shrink with "
+                "the micro-batch; weights, gradients and optimizer state keep their size. So a quarter of the batch "
+                "needs more than a quarter of the memory, and single samples still need {peak_one_by_one}."
             ),
             "false": "The peak hardly falls, from {peak_at_once} to {peak_in_four}: activations are only a part.",
         },
@@ -189,9 +190,9 @@ _CLAIMS = (
             "true": "With N = {accumulation_steps}, the step takes {ratio_to_same_samples} as long as the same samples "
             "in one pass.",
             "only_if": (
-                "Only compared with a step over one micro-batch, which has a fraction of the samples: with N = "
-                "{accumulation_steps} the step takes {ratio_to_one_micro_batch} as long. Compared with the same "
-                "samples in one pass, it takes {ratio_to_same_samples} as long."
+                "A step of {accumulation_steps} micro-batches takes {ratio_to_one_micro_batch} as long as a step of "
+                "one, but it trains {accumulation_steps} times the samples. Compared with the same samples in one "
+                "pass, it takes {ratio_to_same_samples} as long."
             ),
             "false": "The step takes {ratio_to_same_samples} as long as the same samples in one pass.",
         },
@@ -221,9 +222,10 @@ _CLAIMS = (
         ),
         texts={
             "true": (
-                "For 4 x 16 the gradient error is {gradient_error} with BatchNorm, and {group_norm_error} with "
-                "GroupNorm. The training loss rises from {loss_64} to {loss_4}, and the accuracy on held-out images "
-                "changes from {accuracy_64} to {accuracy_4}."
+                "In micro-batches of four, the gradient error is {gradient_error} with BatchNorm, and "
+                "{group_norm_error} with GroupNorm. The error depends on the micro-batch and on the network. The "
+                "training loss rises from {loss_64} to {loss_4}, and the accuracy on held-out images changes from "
+                "{accuracy_64} to {accuracy_4}."
             ),
             "only_if": "The gradient error is {gradient_error} with BatchNorm, and {group_norm_error} with GroupNorm.",
             "false": "With BatchNorm the gradient error is only {gradient_error}.",
@@ -430,11 +432,11 @@ _CLAIMS = (
         texts={
             "true": "With SyncBatchNorm the gradient error is only {sync_error}.",
             "only_if": (
-                "On one rank the gradient is still off by {sync_error}: SyncBatchNorm combines ranks, not "
-                "micro-batches. It uses the statistics of ranks that run at the same time, but not of micro-batches "
-                "that run one after the other. On two ranks the error is {sync_error_2_ranks}. It disappears "
-                "({sync_error_4_ranks}) only without accumulation. The engine's exact BatchNorm computes the "
-                "statistics over all micro-batches: {exact_error}."
+                "On one rank, in micro-batches of 16, the gradient is still off by {sync_error}: SyncBatchNorm "
+                "combines ranks, not micro-batches. It uses the statistics of ranks that run at the same time, but not "
+                "of micro-batches that run one after the other. On two ranks the error is {sync_error_2_ranks}. It "
+                "disappears ({sync_error_4_ranks}) only without accumulation. The engine's exact BatchNorm computes "
+                "the statistics over all micro-batches: {exact_error}."
             ),
             "false": "The error is {plain_error} with BatchNorm, and {sync_error} with SyncBatchNorm.",
         },

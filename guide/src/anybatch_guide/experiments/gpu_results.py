@@ -27,6 +27,7 @@ def run(emit: Emit) -> Data:
         {
             "model": row["model"],
             "samples": number(row["samples of a step"]),
+            "budget_gib": number(row["budget, GiB"]),
             "speeds": [[number(size), number(value)] for size, value in pairs(row["sweep, samples/s"])],
         }
         for row in table(SPEED, '"auto" / the best')

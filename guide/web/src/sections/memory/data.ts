@@ -103,7 +103,7 @@ export interface GpuResults {
   memory: { model: string; allocated: number; reserved: number; device: number }[];
   speed_file: string;
   /** Samples per second at each micro-batch size, up to the largest that fits. */
-  speed: { model: string; samples: number; speeds: [size: number, perSecond: number][] }[];
+  speed: { model: string; samples: number; budget_gib: number; speeds: [size: number, perSecond: number][] }[];
 }
 
 /** Result of memory_courses. */
