@@ -232,6 +232,7 @@ def test_the_scene_plays_once_and_follows_the_reader(browser: Browser, address: 
         expect(words).to_have_text("Same gradient as the full batch.\n46% of its memory.")
         position.press("Home")
         expect(words).to_have_text("Train on 64 digits at once")
+        expect(top.locator(".phases .on")).to_have_text("ready")
         before = top.locator(".stage svg").first.inner_html()
         position.fill("5")
         assert top.locator(".stage svg").first.inner_html() != before
