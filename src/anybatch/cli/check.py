@@ -17,7 +17,8 @@ _DESCRIPTION = (
     "Check whether micro-batches give the gradient of the whole batch. Without --loop, run a recipe's model and loss "
     "on a few samples in float64, first as one batch and then in micro-batches; report the cause of any difference "
     "and the fix. With --loop, check your own training loop, unchanged: it runs in a temporary copy of its folder, "
-    "with a small test model that records the weight of each sample in each gradient."
+    "with a small test model that records the weight of each sample in each gradient. With --trainer, check the first "
+    "steps of a transformers Trainer, alone and after ab.exact."
 )
 _EPILOG = "The exit status is 0 if all gradients are exact, 9 if they cannot be compared, and 8 otherwise."
 
@@ -26,6 +27,10 @@ def run(argv: Sequence[str]) -> int:
     """Run `anybatch check` and return the exit status."""
     parser = make_parser()
     args = parser.parse(argv)
+    if args.trainer is not None:
+        if args.recipe is not None or args.loop is not None:
+            parser.error("give only one of a recipe, --loop and --trainer.")
+        return check_trainer_function(args.trainer)
     if args.loop is not None:
         if args.recipe is not None:
             parser.error(f"give a recipe or --loop, not both: {args.recipe} and --loop {args.loop}")
@@ -56,6 +61,9 @@ def make_parser() -> Parser:
     loop.add_argument(
         "--ranks", type=int, choices=(1, 2), help="number of processes (default: 2 if the loop uses torch.distributed)"
     )
+    parser.add_argument(
+        "--trainer", metavar="FILE.py:FUNCTION", help="a function that returns a transformers Trainer, or trains it"
+    )
     return parser
 
 
@@ -77,6 +85,16 @@ def check_recipe(args: argparse.Namespace) -> int:
     sys.stdout.write(f"{recipe}: do micro-batches give the gradient of the whole batch?\n{report}\n")
     if report.verdict == "undecided":
         return Status.UNDECIDED
+    return Status.DONE if report.equal else Status.NOT_EXACT
+
+
+def check_trainer_function(name: str) -> int:
+    """Check the first steps of a trainer, print the report, and return the exit status."""
+    from anybatch.diagnostics.trainer_check import check_made_trainer
+    from anybatch.recipes import load_function
+
+    report = check_made_trainer(load_function(name, "trainer"))
+    sys.stdout.write(f"{name}: do steps have the gradient of all their samples in one batch?\n{report}\n")
     return Status.DONE if report.equal else Status.NOT_EXACT
 
 

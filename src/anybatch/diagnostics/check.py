@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,8 +14,16 @@ from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tensors import Gradients, errors_by_parameter, relative_error
 from anybatch.core.torch_internals import BatchNormBase
 from anybatch.core.tree import Batch, count_samples
-from anybatch.diagnostics.check_report import CheckFinding, CheckReport, SplitResult, describe_sizes, verdict_of
+from anybatch.diagnostics.check_report import (
+    TOLERANCES,
+    CheckFinding,
+    CheckReport,
+    SplitResult,
+    describe_sizes,
+    verdict_of,
+)
 from anybatch.diagnostics.gradient_runs import GradientRuns, RepeatedDraws, copied_runs
+from anybatch.diagnostics.trainer_check import check_trainer
 from anybatch.engine.loss_check.diagnosis import describe
 from anybatch.engine.user_code import Model
 from anybatch.errors import BatchSizeError
@@ -138,13 +147,12 @@ def _check_state(runs: GradientRuns, tolerance: float) -> CheckFinding | None:
 
 
 MIN_SAMPLES = 4
-_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 def check(
-    model: Model,
-    loss: Loss | LossFunction,
-    batch: Batch,
+    model: Any,  # noqa: ANN401 (a `Model`, or a trainer of an optional package)
+    loss: Loss | LossFunction | None = None,
+    batch: Batch | None = None,
     *,
     micro_batch_sizes: Sequence[int] | None = None,
     norms: Policy | PolicyName | None = None,
@@ -161,8 +169,12 @@ def check(
     assert report.equal
     ```
 
+    `ab.check(trainer)` compares the first steps of a transformers `Trainer`, alone and after `ab.exact`, with one batch
+    of all samples of each step: first a full step, then a shorter one. A model that calls `logits.float()` has the
+    rounding errors of float32. The trainer does not change, and no other arguments are needed.
+
     Args:
-        model: a module or a dict of named modules, in training mode.
+        model: a module or a dict of named modules, in training mode; or a trainer.
         loss: a declared loss, or a function of (model, batch), as the engine takes it.
         batch: any nested batch of at least 4 samples; a dozen is enough.
         micro_batch_sizes: sizes to try; None: 1, and two sizes that leave a smaller last micro-batch.
@@ -173,10 +185,13 @@ def check(
         The errors of all splits, the reasons for differences or failed comparisons, and the fixes.
 
     Raises:
+        UserError: the trainer runs on several ranks, or draws random numbers to collate samples.
         BatchSizeError: the batch is too small to be split unevenly.
         CompositionError: the model uses reentrant checkpointing.
         Exception: any error of the model or the loss on the unsplit batch.
     """
+    if loss is None or batch is None:
+        return check_trainer(model)
     num_samples = count_samples(batch)
     checked_int("seed", seed, minimum=None)
     require(norms is None or isinstance(norms, str | Policy), "norms", norms, "the name of a policy, or a policy")
@@ -198,7 +213,7 @@ def _check(runs: GradientRuns, precision: str, micro_batch_sizes: Sequence[int] 
     # Autocast inside of the model may compute in fewer bits than its parameters have.
     narrowest = min((d for d in (runs.dtype, traits.narrowest_dtype) if d), key=lambda dtype: torch.finfo(dtype).bits)
     # A type that is not listed, such as float8, has the widest tolerance.
-    tolerance = _TOLERANCES.get(narrowest, max(_TOLERANCES.values()))
+    tolerance = TOLERANCES.get(narrowest, max(TOLERANCES.values()))
     findings = []
     repeaters: Sequence[RepeatedDraws | None] = (None,)
     if (randomness := _randomness(runs, traits.random_modules, tolerance)) is not None:

@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from anybatch.core.units import columns
 
 SplitVerdict = Literal["exact", "equal up to rounding", "undecided", "not equal"]
 EXACT = 1e-12
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Relative errors that rounding may cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +48,8 @@ class CheckFinding:
     Attributes:
         code: identifier for programs. Gradients differ: "loss_declaration", "batch_norm", "couples_samples",
             "joint_loss", "state", "cannot_run" or "unexplained". The verdict is "undecided": "draws_by_sample",
-            "unrepeatable" or "no_gradient". Information only: "randomness".
+            "unrepeatable" or "no_gradient". Information only: "randomness". Of a trainer, also "not_divided",
+            "wrong_total", "mean_of_means" and "uneven_weights"; "refused": `ab.exact` refuses it.
         where: the affected module, loss term or parameter.
         observation: the effect, with measured values.
         change: the fix; empty if none is needed.
@@ -63,7 +68,7 @@ class CheckFinding:
     @property
     def breaks_equality(self) -> bool:
         """Whether the finding makes the gradients differ."""
-        return self.code != "randomness" and not self.prevents_verdict
+        return self.code not in {"randomness", "refused"} and not self.prevents_verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +81,7 @@ class CheckReport:
         tolerance: relative error that rounding alone may cause in this number type.
         splits: one result for each split of the batch, with the user's model and loss.
         findings: why splits differ, and which effects were excluded (these have `breaks_equality=False`).
+        exact: of a trainer, the report on its steps after `ab.exact`.
     """
 
     num_samples: int
@@ -83,6 +89,7 @@ class CheckReport:
     tolerance: float
     splits: tuple[SplitResult, ...]
     findings: tuple[CheckFinding, ...]
+    exact: "CheckReport | None" = None
 
     @property
     def verdict(self) -> SplitVerdict:
@@ -102,19 +109,25 @@ class CheckReport:
 
     def __str__(self) -> str:
         """Return the table of splits and the findings."""
-        lines = [f"{self.num_samples} samples, {self.precision}", ""]
-        rows, notes = [["  micro-batches", "gradient error"]], ["  verdict"]
-        for split in self.splits:
-            differs = split.verdict in ("undecided", "not equal") and split.error != 0
-            worst = f", most in {split.worst!r}" if differs and split.worst is not None else ""
-            rows.append([f"  {describe_sizes(split.sizes)}", "cannot run" if split.failure else f"{split.error:.1e}"])
-            notes.append(f"  {split.verdict}{worst}")
-        lines += [line + note for line, note in zip(columns(rows), notes, strict=True)]
-        for number, finding in enumerate(self.findings, 1):
+        lines = [f"{self.num_samples} samples, {self.precision}", "", *_table(self.splits)]
+        if self.exact is not None:
+            lines += ["", "after ab.exact(trainer)", "", *_table(self.exact.splits)]
+        findings = (*self.findings, *(self.exact.findings if self.exact is not None else ()))
+        for number, finding in enumerate(findings, 1):
             lines += ["", f"{number}. {finding.observation}"]
             if finding.change:
                 lines.append(f"   Change: {finding.change}")
         return "\n".join([*lines, "", f"verdict: {self.verdict}"])
+
+
+def _table(splits: Sequence[SplitResult]) -> list[str]:
+    rows, notes = [["  micro-batches", "gradient error"]], ["  verdict"]
+    for split in splits:
+        differs = split.verdict in ("undecided", "not equal") and split.error != 0
+        worst = f", most in {split.worst!r}" if differs and split.worst is not None else ""
+        rows.append([f"  {describe_sizes(split.sizes)}", "cannot run" if split.failure else f"{split.error:.1e}"])
+        notes.append(f"  {split.verdict}{worst}")
+    return [line + note for line, note in zip(columns(rows), notes, strict=True)]
 
 
 def describe_sizes(sizes: Sequence[int]) -> str:

@@ -116,6 +116,10 @@ def _roles_in_signature(function: Callable[..., Any]) -> dict[str, str]:
             unknown.append(name)
     name = getattr(function, "__name__", "the loop")
     known = f"Recognised names are {', '.join(ROLES)}, and common variants of them."
+    trainers = sorted(used for used in _names_used(function) if used.endswith("Trainer"))
+    if trainers and "model" not in roles.values():
+        message = f"{name} uses a {trainers[0]}: check it with anybatch check --trainer FILE.py:{name}."
+        raise LoopError(message, code="uses_trainer")
     if unknown:
         message = (
             f"{name} has unknown parameters: {', '.join(unknown)}. Rename them, give them defaults, or wrap the loop: "
