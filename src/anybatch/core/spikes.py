@@ -211,7 +211,7 @@ class _Series:
         return Spike(step, quantity, form, value, math.exp(level), deviations, num_steps)
 
     def _above_chance(self, level: float, deviation: float) -> tuple[float, float]:
-        """Return the lowest level so far, corrected for chance (or it would sink forever), and its scatter."""
+        """Return the lowest level so far, corrected for chance (otherwise it would fall forever), and its scatter."""
         self._num_levels += 1
         self._lowest = min(self._lowest, (level, deviation))
         deviation = max(deviation, self._lowest[1])

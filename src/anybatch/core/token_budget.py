@@ -9,13 +9,13 @@ For any limit on `n L`, one of the cheapest splits has the samples in order of l
 exchange samples until one has all the longest samples. The sizes do not change, and no maximum rises.
 
 In sorted order, the cheapest split is a shortest path, which is found exactly. Inside a run of equal lengths, only full
-micro-batches need to be considered: one that is not full takes the next sample at no extra cost. So the search
+micro-batches need to be considered: any other one can take the next sample at no extra cost. So the search
 takes `n + sum over distinct lengths of limit / L` operations, 20 ms for 16,384 samples.
 
 Packed micro-batches have no padding: samples are concatenated, so fewer micro-batches are cheaper.
 
 The slowest rank determines the time of a step. More micro-batches cost more in total but can be divided more evenly
-over ranks, so a few splits are compared. For each, the most expensive micro-batch is assigned first, always to the rank
+over ranks, so a few splits are compared. In each, the most expensive micro-batch is assigned first, always to the rank
 with the smallest cost so far (Graham 1969).
 """
 

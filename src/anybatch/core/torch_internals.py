@@ -247,7 +247,7 @@ _SEEING_HOOKS = "Detecting hooks that would run in every micro-batch"
 def is_in_checkpoint(of: Any = torch._C) -> bool:  # noqa: ANN401 (torch)
     """Whether a forward runs inside `torch.utils.checkpoint` with use_reentrant=False.
 
-    `torch._C._autograd._top_saved_tensors_default_hooks`: checkpointing is recognized by its saved-tensor hooks.
+    Uses `torch._C._autograd._top_saved_tensors_default_hooks`: checkpointing is recognized by its saved-tensor hooks.
     """
     try:
         hooks = of._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003 (takes no keyword)
@@ -261,7 +261,7 @@ def is_in_checkpoint(of: Any = torch._C) -> bool:  # noqa: ANN401 (torch)
 def active_dispatch_modes(of: Any = dispatch) -> list[Any]:  # noqa: ANN401 (torch)
     """Return the active `TorchDispatchMode` objects of this thread, outermost first.
 
-    `torch.utils._python_dispatch._get_current_dispatch_mode_stack`.
+    Uses `torch.utils._python_dispatch._get_current_dispatch_mode_stack`.
     """
     with needed_for("norms='exact'"):
         return list(of._get_current_dispatch_mode_stack())
@@ -320,7 +320,7 @@ class TrainableParts:
 def tensor_hooks(parameters: Sequence[Tensor]) -> list[tuple[int, Callable[[Tensor], Tensor | None]]]:
     """Return every hook of `Tensor.register_hook` on parameters, with the index of its parameter.
 
-    `Tensor._backward_hooks`; torch has no public name for them.
+    Uses `Tensor._backward_hooks`; torch has no public name for them.
     """
     try:  # not `needed_for`: this runs in every step, and `needed_for` takes longer than the other lines
         tables = list(map(attrgetter("_backward_hooks"), parameters))
@@ -333,7 +333,7 @@ def tensor_hooks(parameters: Sequence[Tensor]) -> list[tuple[int, Callable[[Tens
 def accumulation_hooks(parameters: Sequence[Tensor]) -> list[tuple[int, Callable[[Tensor], None]]]:
     """Return every hook of `register_post_accumulate_grad_hook`, with the index of its parameter.
 
-    `Tensor._post_accumulate_grad_hooks`; torch has no public name for them.
+    Uses `Tensor._post_accumulate_grad_hooks`; torch has no public name for them.
     """
     try:
         tables = list(map(attrgetter(_ACCUMULATION_HOOKS), parameters))
@@ -451,8 +451,8 @@ class _Copies:
 def state_maker(optimizer: Optimizer) -> Callable[..., object] | None:
     """Return the function of one of torch's optimizers that creates a group's state: `Optimizer._init_group`.
 
-    It takes the parameter group, and lists to fill. Return None for other optimizers, whose function may have other
-    effects, or if it is missing: then the first step creates the state, after the gradients.
+    The function takes the parameter group, and lists to fill. Return None for other optimizers, whose function may have
+    other effects, or if the name is missing: then the optimizer's first step creates the state.
     """
     if not type(optimizer).__module__.startswith("torch.optim"):
         return None

@@ -7,7 +7,7 @@ and `__len__`. Everything else (numbers, None, strings, scalar tensors) is share
 
 A list of tensors or containers, or a tuple of them inside a batch, has two possible readings: either its entries are
 fields, or it has one entry per sample (always true for a `SampleList`). The reading that fits the lengths of all other
-leaves is used. If both fit, the batch is refused. One exception: a batch that is a list of two or three tensors of
+leaves is used. If both fit, the batch is refused. One exception: a batch that is a list of at most three tensors of
 equal length holds fields, as torch's default collate returns them.
 """
 
@@ -135,7 +135,7 @@ def _rebuild_mapping(node: Mapping[Any, Any], values: dict[Any, Any]) -> Tree:
 
 
 def carries_samples(leaf: object) -> bool:
-    """Whether the first axis of a leaf is the sample axis; a leaf without it is shared by all samples."""
+    """Whether the first axis of a leaf is the sample axis; a leaf without a sample axis is shared by all samples."""
     if isinstance(leaf, torch.Tensor):
         return leaf.dim() > 0
     return isinstance(leaf, list) or _are_strings(leaf) or hasattr(leaf, "slice_samples") or is_tensor(leaf)
