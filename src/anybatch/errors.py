@@ -18,7 +18,7 @@ from typing import Any
 
 
 class AnyBatchWarning(UserWarning):
-    """Code that runs but may not do what was intended: it cannot be checked, or differs from training without a split.
+    """Code that runs but may not do what was intended, or that trains differently from training without a split.
 
     Each warning is issued once, on rank 0, with the fix; observers receive the same text as a `DiagnosisRecord`. To
     turn warnings into errors: `warnings.simplefilter("error", anybatch.errors.AnyBatchWarning)`.
@@ -137,9 +137,10 @@ class NonFiniteError(AnyBatchError, ArithmeticError):
 
 
 class MemoryExhaustedError(AnyBatchError, RuntimeError):
-    """Out of memory, and smaller micro-batches cannot help. The message quotes torch's error and the line of your code.
+    """Out of memory, and the step cannot be retried with smaller micro-batches. The message quotes torch's error.
 
-    `__cause__` is not set: torch's traceback would keep the tensors alive that filled the memory.
+    After a forward or backward of a step, `__cause__` is not set: torch's traceback would keep the tensors alive that
+    filled the memory.
 
     Attributes:
         rank: the rank that ran out of memory.

@@ -233,7 +233,7 @@ class Engine:
             DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
             ParameterError: the set of trainable parameters has changed since the engine was created.
             NonFiniteError: the loss or the gradient is NaN or infinite.
-            MemoryExhaustedError: the device is out of memory, and smaller micro-batches cannot help.
+            MemoryExhaustedError: out of memory, and the step cannot be retried with smaller micro-batches.
             RankFailedError: another rank failed first; start all ranks again from a checkpoint.
             RanksDifferError: batches, settings or calls differ between ranks; the step was not made.
             ReplicaError: weights differ between ranks, which are compared every 100 steps.
