@@ -284,7 +284,7 @@ def check_combinations(present: Mapping[Feature, str]) -> None:
 
 
 def refusal(first: Feature, second: Feature, evidence: Mapping[Feature, str]) -> str:
-    """Return the error message for two features that cannot be combined, or for one that is not supported."""
+    """Return the error message for two features that cannot be combined, or for a feature that is not supported."""
     entry = cell(first, second)
     labels = [f"{f.label} ({evidence[f]})" if evidence.get(f) else f.label for f in (first, second)]
     problem = f"{labels[0]} is not supported" if first is second else " cannot be combined with ".join(labels)

@@ -193,9 +193,9 @@ def even_size(share: int, limit: int, *, group: int = 1) -> int:
 
 
 def sizes_to_time(share: int, largest: int, seconds: Mapping[int, float], *, group: int = 1) -> tuple[int, ...]:
-    """Return at most four sizes, in ascending order: the largest, its half, its quarter, and the fastest one so far.
+    """Return at most four sizes, in ascending order: the largest, its half, its quarter, and the fastest size so far.
 
-    Each size is reduced by `even_size`. `seconds` maps the sizes that were tried while searching for the largest one to
+    Each size is reduced by `even_size`. `seconds` maps the sizes that were tried in the search for the largest size to
     the seconds of one micro-batch.
     """
     wanted = [largest, ceil_div(largest, 2), ceil_div(largest, 4)]

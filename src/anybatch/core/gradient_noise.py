@@ -134,8 +134,8 @@ class GradientNoise:
     """Settings to measure the gradient's noise scale: `Engine(..., noise=GradientNoise())`.
 
     Args:
-        every: steps between measurements; each one reads the gradient of every micro-batch once more.
-        decay: weight of a measurement relative to the next one; 0.99 averages over about 200 of them.
+        every: steps between measurements; each measurement reads the gradient of every micro-batch once more.
+        decay: weight of a measurement relative to the next one; 0.99 averages over about 200 measurements.
 
     Raises:
         UserError: an invalid value.

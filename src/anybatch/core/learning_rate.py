@@ -149,7 +149,7 @@ def scale_rate(
 
 
 def default_rule(optimizer: torch.optim.Optimizer) -> ScalingRule:
-    """Return the published rule for this type of optimizer: "linear" for SGD, "sqrt" for Adam-like ones.
+    """Return the published rule for this type of optimizer: "linear" for SGD, "sqrt" for Adam-like optimizers.
 
     "linear" is for `torch.optim.SGD` and its subclasses (Goyal et al. 2017, up to a batch of 8192 on ImageNet). "sqrt"
     is for RMSprop and every optimizer with `betas` and one `eps` per group: Malladi et al. 2022 derive and measure the

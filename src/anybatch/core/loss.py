@@ -238,7 +238,7 @@ def joint(encode: LossFunction, function: LossFunction) -> Loss:
 
 
 def declared(loss: "Loss | LossFunction") -> Loss:
-    """Return a declared loss unchanged; declare a bare function as one that returns `LossSum` or one loss per item."""
+    """Return a declared loss unchanged; declare a bare function as returning a `LossSum` or one loss per item."""
     return (
         loss if isinstance(loss, Loss) else Loss(_callable(loss), LossKind({ONLY_TERM: samples()}, returns_count=True))
     )

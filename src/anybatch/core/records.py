@@ -216,7 +216,7 @@ class MemoryRecord:
         rank: the rank of the device.
         step: number of the step, from 0 on.
         allocated_bytes: bytes of live tensors; on a CPU, of the whole process.
-        reserved_bytes: bytes reserved by the caching allocator; None on a device without one.
+        reserved_bytes: bytes reserved by the caching allocator; None on a device without a caching allocator.
         peak_bytes: peak of live tensors in this step; on a CPU, peak of the process since its start.
         limit_bytes: memory of the device, or the run's limit; None for no limit.
         category_bytes: bytes of tensors between steps, by category (weights, buffers, gradients, optimizer).
@@ -278,7 +278,7 @@ class CheckpointRecord:
 
     Attributes:
         rank: the reporting rank.
-        event: "fell_back" means that this checkpoint could not be read, and that the previous one is tried.
+        event: "fell_back" means that this checkpoint could not be read, and that the previous checkpoint is tried.
         step: number of steps before the checkpoint.
         path: path of the checkpoint.
         num_bytes: size of the checkpoint on disk; None if unknown.
@@ -394,7 +394,7 @@ class StepReport:
         weights: weight of each loss term, by name.
         counts: tensor (terms,): items of each term over the whole effective batch.
         gradient_norm: scalar tensor, the 2-norm over all gradients before clipping; None if not measured.
-        noise: the gradient noise, averaged over the steps up to this one; None in a step that did not measure it.
+        noise: the gradient noise, averaged over the steps up to this step; None if this step did not measure it.
         too_large: micro-batch sizes that ran out of memory in this step, in order; the step was retried after each, and
             `plan` is the split that succeeded.
     """

@@ -40,7 +40,7 @@ def relative_error(found: Gradients, expected: Gradients) -> float:
     """Return ||found - expected|| / ||expected|| over all parameters together, in float64.
 
     If a gradient is None on only one side, the error is infinite: an optimizer may change a parameter with a zero
-    gradient, but not one without a gradient.
+    gradient, but not a parameter without a gradient.
 
     Args:
         found: the gradients to check, by parameter name: dense or sparse, on any device and of any dtype.

@@ -4,7 +4,7 @@ The docstring of a function gives the private name that it uses. Each name was v
 matrix` verifies it again. If a name is missing, the function uses public names if that is safe, or raises
 `UnsupportedTorchError`; no gradient is ever wrong. Other folders have a separate `torch_internals.py`.
 
-The argument `of` of a function is the object in which it looks up the private name; tests pass one that lacks the name.
+The argument `of` of a function is the object in which it looks up the private name; tests pass an object without it.
 """
 
 import itertools
@@ -372,7 +372,7 @@ def without_tensor_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def arguments_of(operation: Any) -> tuple[list[str], dict[str, Any]]:  # noqa: ANN401 (an operation of torch)
-    """Return the names and defaults of an operation's arguments: `OpOverload._schema`; empty for higher-order ones."""
+    """Return the names and defaults of an operation's arguments: `OpOverload._schema`; empty if it has none."""
     schema = getattr(operation, "_schema", None)
     arguments = [] if schema is None else schema.arguments
     return [a.name for a in arguments], {a.name: a.default_value for a in arguments if a.has_default_value()}
@@ -460,7 +460,7 @@ def state_maker(optimizer: Optimizer) -> Callable[..., object] | None:
 
 
 def chained_schedulers(scheduler: object) -> Sequence[object]:
-    """Return the schedulers in a `ChainedScheduler`, which has no `last_epoch`: `_schedulers`; empty for others."""
+    """Return the schedulers in a `ChainedScheduler`, which has no `last_epoch`: `_schedulers`; () for any other."""
     return getattr(scheduler, "_schedulers", ()) if isinstance(scheduler, ChainedScheduler) else ()
 
 
