@@ -94,7 +94,7 @@ class CheckpointSaver:
         """Write a checkpoint; return its path, and the completed checkpoint (None if a thread still writes it)."""
         world = self._world
         writers = range(num_processes(world)) if in_parts else [0]
-        saves: list[SharedSave] = []  # this rank's part of the save: none before `begin` has run, then one
+        saves: list[SharedSave] = []  # this rank's part of the save; empty before `begin` has run
 
         def begin() -> tuple[Path, list[LocalPart]]:
             process = world.rank if in_parts else 0

@@ -368,7 +368,7 @@ class Engine:
                 optimizer and position are unchanged.
 
         Warns:
-            UserWarning: the newest checkpoint is damaged, so an older one was loaded; or sizes differ from saved ones.
+            UserWarning: the newest checkpoint is damaged, so an older one was loaded; or sizes differ from saved sizes.
             AnyBatchWarning: the optimizer class differs, the saved state of an object was not loaded, or unseeded
                 random numbers cannot continue.
         """

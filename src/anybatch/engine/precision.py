@@ -51,7 +51,7 @@ class UpdateTarget:
 
     @property
     def extra_weights(self) -> dict[int, torch.Tensor]:
-        """Float32 copies of the model's weights, or their lower bits, by parameter number; empty without either."""
+        """Float32 copies of the model's weights, or their lower bits, by parameter number; may be empty."""
         if self.windows is not None:
             return self.windows.missing
         pairs = enumerate(zip(self.updated, self.parameters, strict=True))

@@ -162,7 +162,7 @@ class WeightAverage:
     of Kingma and Ba, 2014, section 7.2.
 
     Args:
-        parameters: the trained parameters, by name; bf16 and fp16 ones are averaged in float32.
+        parameters: the trained parameters, by name; bf16 and fp16 parameters are averaged in float32.
         decay: a number between 0 and 1, such as 0.999.
         wide_weights: function () -> this rank's parts of the weights at full precision, in the order of `parameters`.
             An average of weights that are rounded to bf16 would miss most of their changes.

@@ -73,8 +73,8 @@ def _different(loss: Loss, source: SampleSource, max_samples: int) -> Orders:
     """Return the positions of samples that differ as much as possible, and the same positions sorted by similarity.
 
     The features of a sample are its counts (items in each loss term) and, for each tensor, the mean, the numbers of
-    -100s and zeros, and the size. The selection starts with the samples of the lowest counts, and adds one by one the
-    sample that is farthest from all selected ones. The order by similarity follows the first principal component.
+    -100s and zeros, and the size. The selection starts with the samples of the lowest counts, and then always adds the
+    sample farthest from all selected samples. The order by similarity follows the first principal component.
     """
     positions = _spread(source.positions, source.num_candidates)
     rows = [_features(loss, batch) for batch in source.pick([[position] for position in positions])]

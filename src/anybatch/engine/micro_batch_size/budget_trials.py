@@ -23,7 +23,7 @@ from anybatch.engine.micro_batch_size.search import WORTH_TIMING, TrialParts, Tr
 from anybatch.engine.user_code import SeededGenerators
 from anybatch.parallel.world import World
 
-_NUM_COST_TIMINGS = 4  # the first one warms up, and the shortest of the others is used
+_NUM_COST_TIMINGS = 4  # the first run warms up, and the shortest time of the other runs is used
 _MIN_RATIO = 4  # minimum ratio of the tokens of two micro-batches to be compared
 _SMALL_BUDGET_DIVISOR = 8  # up to an eighth of the budget, the time per token is constant
 _NUM_CAPS = 3  # the budget, a half and a quarter of it
@@ -184,8 +184,8 @@ class BudgetTrials:
     def _fixed_cost(self, load: Load, lengths: SampleLengths) -> tuple[float, str]:
         """Return the fixed cost of a micro-batch, in tokens, and a clause about it.
 
-        The cost is the intercept of the line through the times of two small micro-batches. Large ones are not used,
-        since a token takes longer in a micro-batch that exceeds the processor's caches.
+        The cost is the intercept of the line through the times of two small micro-batches. Large micro-batches are not
+        used, since a token takes longer in a micro-batch that exceeds the processor's caches.
         """
         if self.budget.fixed_tokens is not None:
             return self.budget.fixed_tokens, ""

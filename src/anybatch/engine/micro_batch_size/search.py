@@ -392,7 +392,7 @@ class Search:
 
 
 def _compared(chosen: int, steps: Mapping[int, float], rates: Mapping[int, float]) -> str:
-    """Compare the chosen size with others, such as `the fastest of 8, 16 and 32 (120, 140 and 130 samples/s)`."""
+    """Compare the chosen size with other sizes: `the fastest of 8, 16 and 32 (120, 140 and 130 samples/s)`."""
     if len(steps) == 1:
         return f"the only size tried ({rates[chosen]:,.0f} samples/s)"
     sizes = sorted(steps)
