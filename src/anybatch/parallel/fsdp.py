@@ -81,7 +81,7 @@ class FSDP:
         replicas: hybrid sharding: the model is sharded over `world size / replicas` consecutive ranks, such as the
             ranks of a host, and each such group holds a replica.
         reduction: "every_micro_batch" needs the least memory, and reduces once per micro-batch. "replicas_last", for
-            several replicas, reduces over shards in every micro-batch and over replicas in the last one only.
+            several replicas, reduces over shards in every micro-batch and over replicas in the last micro-batch only.
             "last_micro_batch" reduces once per step, and keeps whole gradients in memory until then. "auto" is
             "last_micro_batch" if whole gradients take at most a tenth of the accelerator's memory; otherwise
             "replicas_last" with several replicas, or "every_micro_batch".

@@ -136,7 +136,7 @@ def sharding_groups(modules: nn.Module) -> tuple[ShardingGroup, ...]:
                 "it twice, and train two copies. Put both into one module, or use strategy='all_reduce'."
             )
             raise ParameterError(message)
-        # A module that occurs twice in a list is used twice, and so left out as well.
+        # A module that occurs twice in a list has two uses, so it is left out too.
         blocks = {
             f"{prefix}.{row.path}.{name}".strip("."): block
             for row in repeated_blocks(outer)

@@ -34,7 +34,7 @@ class ReductionObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The position of a micro-batch among those that its rank runs in a step.
+    """The position of a micro-batch among all micro-batches of its rank in a step.
 
     `backward_only`: its forward ran earlier, and other backwards may have run since.
     """
@@ -235,7 +235,7 @@ def caller_of(model: object) -> Callable[[LossFunction, Batch], Any]:
 
 
 def trainable(modules: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that require gradients by name; tied ones once, under their first name."""
+    """Return the parameters that require gradients by name; tied parameters once, under their first name."""
     return {name: parameter for name, parameter in modules.named_parameters() if parameter.requires_grad}
 
 
