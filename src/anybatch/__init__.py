@@ -36,6 +36,7 @@ if typing.TYPE_CHECKING:
     from anybatch.engine.user_code import in_trial_run
     from anybatch.events.jsonl import JsonlLog, record
     from anybatch.integrations import exact
+    from anybatch.integrations.accelerate import windows
     from anybatch.parallel.world import World
     from anybatch.recipes.job import Evaluation, Job
     from anybatch.recipes.planning.plan import plan
@@ -70,6 +71,7 @@ __all__ = [
     "sum_over_samples",
     "token_budget",
     "tokens",
+    "windows",
 ]
 
 _HOMES: collections.abc.Mapping[str, str] = types.MappingProxyType(
@@ -93,6 +95,7 @@ _HOMES: collections.abc.Mapping[str, str] = types.MappingProxyType(
         "record": "anybatch.events.jsonl",
         "shares": "anybatch.engine.shares",
         "token_budget": "anybatch.core.token_budget",
+        "windows": "anybatch.integrations.accelerate",
     }
 )
 """The module that defines each public name; names that are missing here are in `_LOSSES`."""

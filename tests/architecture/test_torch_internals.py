@@ -55,13 +55,15 @@ def reaches_into(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 def test_private_names_have_one_home_per_folder() -> None:
     """Only `torch_internals.py` files use private names, except for attributes of `self` and `cls`.
 
-    A private name that another class of ours needs must become public.
+    A private name that another class of ours needs must become public. The modules of `integrations` may use private
+    names of other libraries that their docstrings list.
     """
     found = [
         Found(path, getattr(node, "lineno", 1), f"{what} belongs into a {HOME}")
         for path in python_files(*PACKAGES)
         if path.name != HOME
         for node, what in reaches_into(parse(path))
+        if path.parent.name != "integrations" or what.strip(".") not in (ast.get_docstring(parse(path)) or "")
     ]
 
     assert not found, "\n".join(map(str, found))

@@ -176,7 +176,7 @@ def share_loader(
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         message = (
             f"effective_batch_size= needs a data set with a length and an index, not {type(dataset).__name__}: a step "
-            "takes samples by number. Leave effective_batch_size out, or convert the data set, for example to a list."
+            "takes samples by number. Convert the data set, for example to a list, or leave out effective_batch_size."
         )
         raise DataError(message, code="iterable_data")
     batch_sampler = innermost_batch_sampler(loader)
@@ -202,6 +202,7 @@ def share_loader(
         multiprocessing_context=loader.multiprocessing_context,
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
+        generator=torch.Generator(),  # seeds workers, for which each iteration would draw a global random number
     )
 
 

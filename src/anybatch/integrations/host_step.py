@@ -20,6 +20,8 @@ from anybatch.engine.updater import StepState
 from anybatch.errors import CannotRedoError
 from anybatch.integrations.effective_batches import Share, Shares
 
+OTHER_RANK_FAILED = "another rank ran out of memory"
+
 
 class OtherRankFailedError(Exception):
     """Another rank ran out of memory; raised inside a micro-batch, to leave it."""
@@ -80,14 +82,15 @@ class HostStep:
         self._state.keep()
         while True:
             total, reason = self._attempt(share, run_micro_batch)
-            if not self.any_rank(failed=reason is not None):
+            # A rank that another rank's error has stopped has voted already, in `check_other_ranks`.
+            if reason != OTHER_RANK_FAILED and not self.any_rank(failed=reason is not None):
                 break
             free_cached_memory(self._device)
             self.model.zero_grad()  # a failed backward has added to some gradients
             self._state.restore()
             draws.restore()
             undo()
-            share = shares.halve(share, reason or "another rank ran out of memory")
+            share = shares.halve(share, reason or OTHER_RANK_FAILED)
             self.num_repeats += 1
         self._state.release()
         if not self._is_sharded:
@@ -129,6 +132,12 @@ class HostStep:
         dist.all_reduce(flag, group=self._votes)
         return bool(flag)
 
+    def close(self) -> None:
+        """Destroy the group of the votes, on all ranks."""
+        if self._votes is not None and dist.is_initialized():
+            dist.destroy_process_group(self._votes)
+            self._votes = None
+
     def check_other_ranks(self) -> None:
         """Leave the micro-batch if another rank has failed; call it before a collective inside of a micro-batch.
 
@@ -136,8 +145,7 @@ class HostStep:
             OtherRankFailedError: another rank ran out of memory.
         """
         if self.any_rank(failed=False):
-            message = "another rank ran out of memory"
-            raise OtherRankFailedError(message)
+            raise OtherRankFailedError(OTHER_RANK_FAILED)
 
 
 class _Zeros(nn.Module):

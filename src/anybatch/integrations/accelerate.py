@@ -1,0 +1,420 @@
+"""Effective batches in a script of Accelerate: `ab.windows(accelerator, loader, effective_batch_size=...)`.
+
+The script keeps its model, loss, optimizer, scheduler and its calls of the accelerator. A window is one effective
+batch. `accelerator.sync_gradients` is True only for its last micro-batch, so the optimizer and the scheduler act once.
+
+Private name of Accelerate, present in 1.14 and 1.15: `Accelerator._schedulers`. Two methods of the accelerator, which
+clip gradients, are replaced on the object while windows are iterated, because Accelerate clips in every micro-batch.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from anybatch.core.geometry import ceil_div, checked_int
+from anybatch.core.loss_kinds import Term
+from anybatch.core.tensors import widest_dtype
+from anybatch.core.torch_internals import num_changes, uncompiled
+from anybatch.core.tree import tensors_of
+from anybatch.errors import UserError, warn_user
+from anybatch.integrations.divisor import ItemCounter
+from anybatch.integrations.effective_batches import Share, ShareLoader, World, innermost_batch_sampler, share_loader
+from anybatch.integrations.host_step import HostStep
+
+NUM_CHECKED_WINDOWS = 2
+"""Windows that must begin without gradients; the check waits for the device if the gradients are zeros."""
+CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
+WRONG_LOOPS = MappingProxyType(
+    {
+        "scale_outside": "window.scale() belongs into a loop over window.micro_batches(model)",
+        "other_micro_batch": "no tensor of the batch given to window.scale() has as many rows as this micro-batch: "
+        "pass the current micro-batch, and filter samples in the data set",
+        "accumulate_inside": "the loop has changed accelerator.sync_gradients, so the optimizer would act too early: "
+        "remove accelerator.accumulate()",
+        "not_scaled": "a micro-batch ended without window.scale(), so its loss has a wrong weight: call "
+        "accelerator.backward(window.scale(loss, batch)) in every micro-batch",
+        "incomplete_window": "the loop left window.micro_batches() before the last micro-batch, so the gradient is "
+        "incomplete: leave it only if accelerator.sync_gradients is True",
+        "unprepared_model": "the model's gradients would not be reduced over ranks: pass the model that "
+        "accelerator.prepare() returned",
+        "leftover_gradients": "the model has gradients before the first backward of the window, and both would be "
+        "added: call optimizer.zero_grad() after optimizer.step()",
+        "updated_within_window": "parameters have changed before the last micro-batch of the window: prepare the "
+        "optimizer, so that its step() acts on the last micro-batch only",
+        "cleared_gradients": "the gradients of a micro-batch were cleared or changed before the last one: call "
+        "accelerator.backward(), then step() and zero_grad() of the prepared optimizer, in this order",
+    }
+)
+
+
+def windows(
+    accelerator: Any,  # noqa: ANN401 (optional package)
+    loader: DataLoader[Any],
+    *,
+    effective_batch_size: int,
+    count: Term | Callable[[Any], Any] | None = None,
+    epoch: int = 0,
+    seed: int = 0,
+    start: int = 0,
+) -> "Windows":
+    """Return the effective batches of an epoch, as windows of micro-batches, for a script of Accelerate.
+
+    Each sample is used once, by one rank, and the last window has the remaining samples. Two forms:
+
+        for window in ab.windows(accelerator, loader, effective_batch_size=512, epoch=epoch):
+            for batch in window.micro_batches(model):
+                accelerator.backward(window.scale(loss_function(model, batch), batch))
+                optimizer.step(); scheduler.step(); optimizer.zero_grad()  # act on the last micro-batch only
+
+        for window in ab.windows(accelerator, loader, effective_batch_size=512, epoch=epoch):
+            loss = window.backward(lambda batch: loss_function(model, batch), model)  # repeated after out of memory
+            optimizer.step(); scheduler.step(); optimizer.zero_grad()
+
+    The accelerator must have prepared model, optimizer and scheduler. While windows are iterated,
+    `gradient_accumulation_steps` is 1 and `clip_grad_norm_` acts on the last micro-batch only. From the first window
+    on, prepared schedulers step once per optimizer step on any number of ranks (`split_batches`).
+
+    Args:
+        accelerator: the Accelerator.
+        loader: the loader, before or after `accelerator.prepare`. Its batch size is the maximum size of a micro-batch.
+        effective_batch_size: samples of an optimizer step, over all ranks.
+        count: the items that the loss averages over, if the loss does not show them: `ab.samples()`,
+            `ab.tokens(shift=False)`, or a function that returns their number in a micro-batch of the loader.
+        epoch: number of the epoch; with the seed, it decides the order of samples.
+        seed: seed of the order, and of the random numbers with which samples are loaded.
+        start: windows to skip at the beginning of the epoch, to resume from a checkpoint.
+
+    Raises:
+        UserError: an option makes exact steps impossible; later, if the loop uses a window in a wrong way.
+        DataError: the data set is iterable, or the loader has a custom batch sampler.
+        LossError: in the first windows, if the loss does not show which items it averages over.
+        DoesNotFitError: in `window.backward`, if a single sample does not fit into memory.
+    """
+    _refuse(accelerator, loader)
+    ranks, size = accelerator.num_processes, getattr(innermost_batch_sampler(loader), "batch_size", 1)
+    size = ceil_div(size, ranks) if accelerator.split_batches else size
+    shares = share_loader(loader, effective_batch_size, size, World(accelerator.process_index, ranks), seed=seed)
+    shares.set_epoch(checked_int("epoch", epoch, minimum=0))
+    if checked_int("start", start, minimum=0) > len(shares):
+        message = f"start={start}, but the epoch has {len(shares)} windows: pass the windows since its beginning."
+        raise UserError(message, code="start_beyond_epoch")
+    return Windows(accelerator, shares, lambda: ItemCounter(count), start, vars(loader), (seed, epoch))
+
+
+@dataclass(eq=False)
+class Windows:
+    """The windows of an epoch, in order; `len()` is their number, without those that `start` skips."""
+
+    accelerator: Any
+    shares: ShareLoader
+    new_counter: Callable[[], ItemCounter]
+    start: int
+    _memory: dict[str, Any]
+    _order: tuple[int, int]
+    counters: dict[tuple[int, int], ItemCounter] = field(default_factory=dict)
+    _steps: dict[int, HostStep] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.shares) - self.start
+
+    def __iter__(self) -> Iterator["Window"]:
+        """Yield the windows."""
+        finished = self._memory.setdefault("_anybatch_epochs", set())
+        if self._order in finished:
+            seed, epoch = self._order
+            message = (
+                f"this loader's epoch {epoch} with seed {seed} has been used before, so the order of samples repeats. "
+                "Pass the number of the epoch: ab.windows(..., epoch=epoch)."
+            )
+            warn_user(message, "same_epoch")
+        # Accelerate's function also works for loaders that it has not prepared.
+        skip, data = import_module("accelerate").skip_first_batches, self.shares.dataset
+        try:
+            with _one_step_per_window(self.accelerator):
+                for number, share in enumerate(skip(self.shares, self.start) if self.start else self.shares):
+                    window = Window(self, data.at_current_size(share), is_early=number < NUM_CHECKED_WINDOWS)  # type: ignore[attr-defined]
+                    yield window
+                    window.check_finished()
+        finally:
+            for step in self._steps.values():
+                step.close()
+            self._steps.clear()
+        finished.add(self._order)
+
+    def step_of(self, model: nn.Module) -> HostStep:
+        """Return the object that runs the windows of a model; ranks call it together."""
+        if id(model) not in self._steps:
+            device, no_sync = self.accelerator.device, self.accelerator.no_sync
+            self._steps[id(model)] = HostStep(uncompiled(model), device, lambda: no_sync(model))
+        return self._steps[id(model)]
+
+
+@dataclass
+class _MicroBatch:
+    """A micro-batch as it was loaded; `num_losses` is the number of losses scaled so far."""
+
+    batch: Any
+    weight: float
+    is_last: bool = False
+    num_losses: int = 0
+
+
+class Window:
+    """This rank's micro-batches of one effective batch.
+
+    Attributes:
+        ids: the numbers of the effective batch's samples in the data set, over all ranks.
+    """
+
+    def __init__(self, owner: Windows, share: Share, *, is_early: bool) -> None:
+        self.ids = share.key.sample_ids
+        self._owner = owner
+        self._accelerator = owner.accelerator
+        self._share = share
+        self._is_early = is_early
+        self._num_passes = 0
+        self._current: _MicroBatch | None = None
+        self._divisors: dict[tuple[int, int], Tensor] = {}
+        self._total = torch.zeros((), device=owner.accelerator.device)
+        self._guard = _Guard(())
+
+    def micro_batches(self, model: nn.Module, *others: nn.Module) -> Iterator[Any]:
+        """Yield the micro-batches, on the accelerator's device.
+
+        Ranks have the same number of micro-batches. A rank with fewer samples repeats one, whose loss counts 0 times.
+
+        Args:
+            model: the prepared model, whose gradients are reduced in the last micro-batch.
+            *others: further models that the same loop trains.
+        """
+        models = (model, *others)
+        self._begin(models)
+        last = len(self._share.micro_batches) - 1
+        for number, (batch, weight) in enumerate(zip(self._share.micro_batches, self._share.weights, strict=True)):
+            self._current = _MicroBatch(batch, weight, is_last=number == last)
+            self._accelerator.sync_gradients = number == last
+            with ExitStack() as stack:
+                for module in models if number < last else ():
+                    stack.enter_context(self._accelerator.no_sync(module))
+                yield self._on_device(batch)
+            self._check_scaled()
+            if number < last:
+                self._guard.end_micro_batch()
+
+    def scale(self, loss: Tensor, batch: Any) -> Tensor:  # noqa: ANN401 (any nested batch)
+        """Return a micro-batch's part in the loss of the effective batch, for `accelerator.backward`.
+
+        Args:
+            loss: the loss of the micro-batch, a mean over items.
+            batch: the micro-batch; its fields may have been changed, but not its samples.
+        """
+        current = self._current
+        if current is None:
+            _refuse_loop("scale_outside")
+        rows, found = ({len(tensor) for tensor in tensors_of(tree) if tensor.dim()} for tree in (current.batch, batch))
+        if rows and found and not rows & found:
+            _refuse_loop("other_micro_batch")
+        if not current.num_losses:
+            if self._accelerator.sync_gradients is not current.is_last:
+                _refuse_loop("accumulate_inside")
+            self._guard.begin_backward(is_early=self._is_early)
+        return self._weighted(loss, current, lambda: None)
+
+    def backward(self, loss_function: Callable[[Any], Tensor], model: nn.Module) -> Tensor:
+        """Run all micro-batches, reduce the gradient once, and return the loss of the effective batch over all ranks.
+
+        After an out-of-memory error on any rank, all ranks repeat the window with micro-batches of half the size.
+
+        Args:
+            loss_function: called with a micro-batch on the accelerator's device; returns its loss, a mean over items.
+            model: the prepared model that the function trains.
+
+        Raises:
+            DoesNotFitError: a single sample does not fit into memory.
+            CannotRedoError: an FSDP model on several ranks ran out of memory.
+        """
+        step = self._owner.step_of(model)
+        self._begin((model,))
+        self._guard.begin_backward(is_early=self._is_early)
+        self._accelerator.sync_gradients = True
+        key = (self._num_passes, 0)
+        if self._counter(key).items:  # otherwise the divisor is counted after the first loss
+            self._divisors[key] = self._divisor(self._counter(key))
+
+        def run(batch: Any, weight: float, _: Share) -> Tensor:  # noqa: ANN401
+            loss = loss_function(self._on_device(batch))
+            scaled = self._weighted(loss, _MicroBatch(batch, weight), step.check_other_ranks)
+            self._accelerator.backward(scaled)
+            return scaled
+
+        self._total = step.run(self._share, self._owner.shares.dataset, run, lambda: None)  # type: ignore[arg-type]
+        return self.loss()
+
+    def loss(self) -> Tensor:
+        """Return the loss of the effective batch over all ranks, after the last micro-batch; ranks call it together."""
+        loss: Tensor = self._accelerator.reduce(self._total, "sum") / self._accelerator.num_processes
+        return loss
+
+    def check_finished(self) -> None:
+        """Raise unless the loop has used no micro-batch, or all of them."""
+        if self._current is None:
+            return
+        self._check_scaled()
+        if not self._current.is_last:
+            _refuse_loop("incomplete_window")
+
+    def _begin(self, models: tuple[nn.Module, ...]) -> None:
+        for model in map(uncompiled, models):
+            if self._accelerator.num_processes > 1 and not isinstance(model, (DistributedDataParallel, FSDPModule)):
+                _refuse_loop("unprepared_model")
+        self.check_finished()
+        self._current = None
+        self._num_passes += 1
+        self._total = torch.zeros_like(self._total)
+        self._guard = _Guard(models)
+
+    def _check_scaled(self) -> None:
+        if self._current is not None and not self._current.num_losses:
+            _refuse_loop("not_scaled")
+
+    def _weighted(self, loss: Tensor, micro_batch: _MicroBatch, check_other_ranks: Callable[[], None]) -> Tensor:
+        key = (self._num_passes, micro_batch.num_losses)
+        micro_batch.num_losses += 1
+        counter = self._counter(key)
+        if not counter.is_found:
+            check_other_ranks()  # before `observe` communicates
+        counter.observe(loss, micro_batch.batch)
+        if not counter.items:  # no rank has had any items
+            return loss.nan_to_num(0.0) * 0.0
+        if key not in self._divisors:
+            self._divisors[key] = self._divisor(counter)
+        items = micro_batch.weight * torch.as_tensor(counter(micro_batch.batch)).to(self._divisors[key])
+        factor = items * self._accelerator.num_processes / self._divisors[key]  # DDP and FSDP average over ranks
+        # The mean over no items is NaN, and is left out.
+        scaled: Tensor = torch.where(items > 0, loss, loss.nan_to_num(0.0)) * factor
+        self._total = self._total + scaled.detach()
+        return scaled
+
+    def _counter(self, key: tuple[int, int]) -> ItemCounter:
+        """Return the counter of a loss: the losses of a micro-batch are numbered, since each has its own items."""
+        return self._owner.counters.setdefault(key, self._owner.new_counter())
+
+    def _divisor(self, counter: ItemCounter) -> Tensor:
+        """Return the number of items in the effective batch; ranks call it together."""
+        device = self._accelerator.device
+        total = torch.zeros((), dtype=widest_dtype(device), device=device)
+        for batch, weight in zip(self._share.micro_batches, self._share.weights, strict=True):
+            total += weight * torch.as_tensor(counter(batch)).to(total)
+        total = torch.as_tensor(self._accelerator.reduce(total, "sum"))
+        return total.where(total > 0, 1.0)
+
+    def _on_device(self, batch: Any) -> Any:  # noqa: ANN401
+        # Items are counted in the micro-batch as loaded, so the loop may remove fields from its copy.
+        batch = copy.copy(batch) if isinstance(batch, Mapping) else batch
+        if not self._accelerator.device_placement:
+            return batch
+        send_to_device = import_module("accelerate.utils").send_to_device
+        return send_to_device(batch, self._accelerator.device, non_blocking=self._accelerator.non_blocking)
+
+
+class _Guard:
+    """Detects updates and cleared gradients between the micro-batches of a window."""
+
+    def __init__(self, models: tuple[nn.Module, ...]) -> None:
+        is_sharded = any(isinstance(module, FSDPModule) for model in models for module in model.modules())
+        # FSDP keeps gradients elsewhere until it reduces them.
+        self._parameters = [] if is_sharded else [p for m in models for p in m.parameters() if p.requires_grad]
+        self._last: tuple[list[int], list[int], list[int]] | None = None
+
+    def begin_backward(self, *, is_early: bool) -> None:
+        """Raise if gradients exist before the first backward, or have changed since the micro-batch before."""
+        state = self._state()
+        gradients = [parameter.grad for parameter in self._parameters if is_early and self._last is None]
+        if any(bool(gradient.any()) for gradient in gradients if gradient is not None):
+            _refuse_loop("leftover_gradients")
+        if self._last not in (None, state):
+            _refuse_loop("cleared_gradients")
+        self._last = state
+
+    def end_micro_batch(self) -> None:
+        """Raise if the loop has updated parameters, or if there are no gradients."""
+        state = self._state()
+        if self._last is not None and state[0] != self._last[0]:
+            _refuse_loop("updated_within_window")
+        if self._parameters and not state[1]:
+            _refuse_loop("cleared_gradients")
+        self._last = state
+
+    def _state(self) -> tuple[list[int], list[int], list[int]]:
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        weights, changes = (num_changes(tensors, "ab.windows") for tensors in (self._parameters, gradients))
+        return weights, [id(gradient) for gradient in gradients], changes
+
+
+def _refuse_loop(code: str) -> NoReturn:
+    message = f"{WRONG_LOOPS[code]}."
+    raise UserError(message, code=code)
+
+
+@contextmanager
+def _one_step_per_window(accelerator: Any) -> Iterator[None]:  # noqa: ANN401
+    """Let backward, schedulers and clipping follow `accelerator.sync_gradients`; restore all but the schedulers."""
+
+    def on_last(clip: Callable[..., Any]) -> Callable[..., Any]:
+        def clip_on_last(*args: Any, **options: Any) -> Any:  # noqa: ANN401
+            return clip(*args, **options) if accelerator.sync_gradients else torch.zeros((), device=accelerator.device)
+
+        return clip_on_last
+
+    steps, methods = accelerator.gradient_accumulation_steps, {name: getattr(accelerator, name) for name in CLIPPING}
+    accelerator.gradient_accumulation_steps = 1
+    for scheduler in accelerator._schedulers:  # noqa: SLF001
+        scheduler.split_batches = True
+    vars(accelerator).update({name: on_last(clip) for name, clip in methods.items()})
+    try:
+        yield
+    finally:
+        vars(accelerator).update(methods)
+        accelerator.gradient_accumulation_steps = steps
+        accelerator.sync_gradients = True
+
+
+def _refuse(accelerator: Any, loader: Any) -> None:  # noqa: ANN401
+    is_accelerator = any(kind.__module__ == "accelerate.accelerator" for kind in type(accelerator).__mro__)
+    if not is_accelerator or not isinstance(loader, DataLoader):
+        message = (
+            "ab.windows(accelerator, loader) takes an Accelerator and a DataLoader, not "
+            f"{type(accelerator).__name__} and {type(loader).__name__}."
+        )
+        raise UserError(message, code="unsupported_trainer")
+    kind, config = accelerator.distributed_type.value, accelerator.parallelism_config
+    is_dispatched = isinstance(loader, import_module("accelerate.data_loader").DataLoaderDispatcher)
+    wrappers: list[Any] = [loader, loader.batch_sampler]
+    while hasattr(wrappers[-1], "batch_sampler"):
+        wrappers.append(wrappers[-1].batch_sampler)
+    reasons = {
+        "deepspeed": "DeepSpeed sums the gradients itself: use DDP or FSDP2" * (kind == "DEEPSPEED"),
+        "megatron": "Megatron-LM runs the step itself: use DDP or FSDP2" * (kind == "MEGATRON_LM"),
+        "fsdp1": "FSDP1 is not supported: set fsdp_version=2" * (kind == "FSDP" and not accelerator.is_fsdp2),
+        "xla": "XLA is not supported: use GPUs or CPUs" * (kind == "XLA"),
+        "parallelism": "tensor, context and sequence parallelism are not supported: use data parallelism"
+        * (config is not None and config.non_data_parallel_size > 1),
+        "dispatch_batches": "every rank loads its own samples: set dispatch_batches=False"
+        * bool(accelerator.dispatch_batches or is_dispatched),
+        "skipped_batches": "the loader skips batches, not windows: pass the original loader, and start="
+        * any(getattr(wrapper, "skip_batches", 0) for wrapper in wrappers),
+    }
+    for code, reason in reasons.items():
+        if reason:
+            message = f"ab.windows: {reason}."
+            raise UserError(message, code=code)
