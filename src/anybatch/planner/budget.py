@@ -21,7 +21,7 @@ WORKSPACE_BYTES: Final = 32 * 2**20
 Forward and backward run in separate threads, so an H200 used two workspaces, and 1 MiB for cuBLASLt: the headroom
 covers the difference.
 """
-NOT_MEASURED: Final = "nothing has been measured on it yet"
+DEFAULT_REASON: Final = "the default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Budget:
     headroom: float  # fraction of the memory to leave free, from 0 to 1
     outside_bytes: int  # memory outside of torch's allocator, for context and communicators
     workspace_bytes: int  # memory of libraries inside torch's allocator
-    why: str = NOT_MEASURED  # the reason for this headroom, as printed in plans
+    why: str = DEFAULT_REASON  # the reason for this headroom, as printed in plans
     notes: tuple[str, ...] = ()
 
     @property
@@ -58,7 +58,7 @@ def budget_of(device: str | int | Device, *, world_size: int = 1, headroom: floa
     Raises:
         UserError: the device is unknown, or the headroom is out of range.
     """
-    why = NOT_MEASURED if headroom is None else "as requested"
+    why = DEFAULT_REASON if headroom is None else "as requested"
     headroom = HEADROOM if headroom is None else headroom
     if isinstance(headroom, bool) or not 0.0 <= headroom < 1.0:
         message = f"{headroom=} must be the fraction of memory to keep free, from 0 to below 1: 0.15 keeps 15%."

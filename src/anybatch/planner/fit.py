@@ -250,7 +250,7 @@ class Combination:
     def name(self) -> str:
         """The names of the changes and of the strategy."""
         names = [one.name for one in self.changes] + [self.strategy] * bool(self.strategy)
-        return " + ".join(names) or "as it is"
+        return " + ".join(names) or "no change"
 
     @property
     def fits(self) -> bool:

@@ -160,11 +160,11 @@ def _seconds_text(seconds: StepSeconds) -> str:
 
 def _fitting(plan: Plan) -> dict[str, str]:
     fit, budget = plan.baseline, plan.budget
-    left = 1.0 - (fit.reserved_bytes + budget.overhead_bytes) / budget.total_bytes
+    left, headroom = 1.0 - (fit.reserved_bytes + budget.overhead_bytes) / budget.total_bytes, 100 * budget.headroom
     return {
         "fits": f"micro-batches of {fit.micro_batch_size}: {plan.batch}",
         "peak": f"{peak_text(fit, budget)}, {_moment(fit)}",
-        "left": f"{100 * left:.0f}% of the device; {100 * budget.headroom:.0f}% is kept free ({budget.why})",
+        "left": f"{100 * left:.0f}% of the device, at least the headroom of {headroom:.0f}% ({budget.why})",
         "largest": f"{fit.largest}{_bound(plan)}",
     }
 
@@ -173,12 +173,13 @@ def _bound(plan: Plan) -> str:
     """Format the limit that a larger micro-batch would exceed."""
     fit, usable = plan.baseline, plan.budget.usable_bytes
     if fit.limit == "batch":
-        return ", which is all there is for a rank"
+        return ", all samples of a rank"
     if fit.limit == "allocator":
         return f": by tensor sizes alone {fit.envelope.largest(usable)} would fit, but the allocator rounds sizes up"
     what = "the optimizer's step" if fit.limit == "optimizer step" else "tensors"
     return (
-        f": one more would take {in_bytes(fit.envelope.peak_bytes(fit.largest + 1))} for {what}, of {in_bytes(usable)}"
+        f"; one more would need {in_bytes(fit.envelope.peak_bytes(fit.largest + 1))} for {what}, "
+        f"but {in_bytes(usable)} are available"
     )
 
 
@@ -201,9 +202,9 @@ def _nothing_fits(plan: Plan) -> dict[str, str]:
         term = "no part alone is too large; " + ", ".join(f"{name} {in_bytes(size)}" for size, name in largest)
     samples = "one sample takes" if fit.micro_batch_size == 1 else f"{fit.micro_batch_size} samples take"
     fitting = [change for change in plan.changes if change.fits]
-    change = f"{fitting[0].name}: {fitting[0].how}" if fitting else "none of those tried"
+    change = f"{fitting[0].name}: {fitting[0].how}" if fitting else "none of the changes that were tried"
     return {
-        "fits": f"nothing: {samples} {in_bytes(fit.peak.num_bytes)}, and {in_bytes(usable)} can be had",
+        "fits": f"nothing: {samples} {in_bytes(fit.peak.num_bytes)}, but {in_bytes(usable)} are available",
         "because": term,
         "peak": _moment(fit),
         # A combination is printed below.
@@ -218,8 +219,8 @@ def _moment(fit: Fit) -> str:
 
 def _table(plan: Plan) -> list[str]:
     """Return the table of changes, with the baseline first and then the fastest, and the code of the best change."""
-    rows = [("what would change it", "micro-batch", "steps", "memory", "s/step")]
-    rows += [_row("as it is", plan.baseline, plan.budget)]
+    rows = [("change", "micro-batch", "steps", "memory", "s/step")]
+    rows += [_row("no change", plan.baseline, plan.budget)]
     rows += [_row(change.name, change, plan.budget) for change in plan.changes]
     lines = columns(rows)
     # The first change is the fastest that fits, if any does.
@@ -231,11 +232,11 @@ def _answer(plan: Plan, answer: Answer) -> list[str]:
     """Return the combination that fits, its costs, its code, and the other attempts."""
     best = answer.best
     if best is None or best.fit is None:
-        lines = _wrapped("fits with", ["none of the changes tried"])
+        lines = _wrapped("fits with", ["none of the changes that were tried"])
     else:
         lines = [
             *_wrapped("fits with", [best.name, *_sizes_of(best.fit, plan.target)]),
-            *_wrapped("costs", [f"{one.name}: {one.costs}" for one in best.changes if one.costs]),
+            *_wrapped("costs", [f"{change.name}: {change.costs}" for change in best.changes if change.costs]),
             *_wrapped(
                 "exact", ["same gradient and update as without changes, up to rounding"] if best.same_step else []
             ),
@@ -243,13 +244,13 @@ def _answer(plan: Plan, answer: Answer) -> list[str]:
             *(f"  {line}" for line in code_of(best.changes, best.strategy, best.spec.strategy).splitlines()),
         ]
     rows = [("tried", "micro-batch", "steps", "memory", "s/step")]
-    for one in answer.tried:
+    for combination in answer.tried:
         nothing = ("", "-", "-", "-", "-")
-        rows.append(nothing if one.fit is None else _row("", one.fit, plan.budget))
+        rows.append(nothing if combination.fit is None else _row("", combination.fit, plan.budget))
     head, *sizes = columns(rows)
     lines += ["", head]
-    for one, row in zip(answer.tried, sizes, strict=True):
-        lines += [one.name, f"{row}  {one.why or 'the answer'}"]
+    for combination, row in zip(answer.tried, sizes, strict=True):
+        lines += [combination.name, f"{row}  {combination.why or 'the answer'}"]
     return lines
 
 
@@ -301,22 +302,22 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "baseline": _fit_as_json(plan.baseline),
         "bytes_by_purpose": dict(plan.bytes_by_purpose()),
-        "changes": [{"name": one.name, "how": one.how, **_fit_as_json(one)} for one in plan.changes],
+        "changes": [{"name": fit.name, "how": fit.how, **_fit_as_json(fit)} for fit in plan.changes],
         "answer": None if best is None else _combination_as_json(best),
-        "tried": [] if plan.answer is None else [_combination_as_json(one) for one in plan.answer.tried],
+        "tried": [] if plan.answer is None else [_combination_as_json(choice) for choice in plan.answer.tried],
         "notes": [*budget.notes, *plan.notes],
     }
 
 
-def _combination_as_json(one: Combination) -> dict[str, Any]:
+def _combination_as_json(combination: Combination) -> dict[str, Any]:
     return {
-        "changes": [change.name for change in one.changes],
-        "strategy": one.strategy or None,
-        "same_step": one.same_step,
-        "costs": {change.name: change.costs for change in one.changes if change.costs},
-        "how": code_of(one.changes, one.strategy, one.spec.strategy),
-        "why_not": one.why or None,
-        **({} if one.fit is None else _fit_as_json(one.fit)),
+        "changes": [change.name for change in combination.changes],
+        "strategy": combination.strategy or None,
+        "same_step": combination.same_step,
+        "costs": {change.name: change.costs for change in combination.changes if change.costs},
+        "how": code_of(combination.changes, combination.strategy, combination.spec.strategy),
+        "why_not": combination.why or None,
+        **({} if combination.fit is None else _fit_as_json(combination.fit)),
     }
 
 

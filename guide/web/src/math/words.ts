@@ -26,23 +26,23 @@ function rowsThatFit(one: Plan): [string, string][] {
   return [
     ["fits", `micro-batches of ${one.size}: ${geometry(one.effective, one.ranks, one.size)}`],
     ["peak", `${inBytes(peak.bytes)} in tensors, ${inBytes(used)} in all, ${moment(one)}`],
-    ["left", `${fixed(100 * left, 0)}% of the device; ${fixed(100 * budget.headroom, 0)}% is kept free (nothing has been measured on it yet)`],
+    ["left", `${fixed(100 * left, 0)}% of the device, at least the headroom of ${fixed(100 * budget.headroom, 0)}% (the default)`],
     ["largest", `${one.largest}${limitReason(one)}`],
   ];
 }
 
 /** The limit of the micro-batch size. */
 export function limitReason(one: Plan): string {
-  if (one.binds === "batch") return ", which is all there is for a rank";
+  if (one.binds === "batch") return ", all samples of a rank";
   if (one.binds === "allocator") return `: by tensor sizes alone ${one.largestOfTensors} would fit, but the allocator rounds sizes up`;
   const what = one.binds === "optimizer step" ? "the optimizer's step" : "tensors";
-  return `: one more would take ${inBytes(one.oneMore)} for ${what}, of ${inBytes(one.budget.usable)}`;
+  return `; one more would need ${inBytes(one.oneMore)} for ${what}, but ${inBytes(one.budget.usable)} are available`;
 }
 
 function nothingFits(one: Plan): [string, string][] {
   const usable = Math.max(0, one.budget.usable);
   return [
-    ["fits", `nothing: one sample takes ${inBytes(one.peak.bytes)}, and ${inBytes(usable)} can be had`],
+    ["fits", `nothing: one sample takes ${inBytes(one.peak.bytes)}, but ${inBytes(usable)} are available`],
     ["because", reasonNothingFits(one, usable)],
     ["peak", moment(one)],
   ];
