@@ -91,9 +91,9 @@ class ComparisonReport:
     def as_json(self) -> dict[str, Any]:
         """Return all values for JSON."""
         found = dataclasses.asdict(self)
-        for entry, one in zip(found["results"], self.results, strict=True):
-            entry["seconds_per_sample"] = one.seconds_per_sample
-            entry["device_hours"] = one.device_hours
+        for entry, result in zip(found["results"], self.results, strict=True):
+            entry["seconds_per_sample"] = result.seconds_per_sample
+            entry["device_hours"] = result.device_hours
         return found
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ class ComparisonReport:
         sizes = f"effective batch {self.effective_batch_size}, micro-batches of {self.micro_batch_size} if accumulated"
         lines = [self.title, f"{self.device}; {sizes}", ""]
         lines += [*columns(self._work()), "", *columns(self._costs())]
-        on_device = any(one.reserved_bytes is not None for one in self.results)
+        on_device = any(result.reserved_bytes is not None for result in self.results)
         lines += ["", counting_text("allocated" if on_device else "in tensors")]
         if self.unmeasured:
             lines += ["", "not measured:"]
@@ -112,11 +112,11 @@ class ComparisonReport:
         """Return conclusions, one sentence each."""
         if not self.results:
             return ["nothing could be measured."]
-        fastest = min(self._full_size_results, key=lambda one: one.seconds_per_sample)
-        smallest = min(self._full_size_results, key=lambda one: one.peak_bytes)
+        results, by_name = self._full_size_results, {result.way.name: result for result in self.results}
+        fastest = min(results, key=lambda result: result.seconds_per_sample)
+        smallest = min(results, key=lambda result: result.peak_bytes)
         found = [f"fastest: {fastest.way.name}, {three_digits(1 / fastest.seconds_per_sample)} samples/s."]
         found.append(f"least memory on a device: {smallest.way.name}, {in_bytes(smallest.peak_bytes)}.")
-        by_name = {one.way.name: one for one in self.results}
         native, accumulated = by_name.get("native"), by_name.get("accumulated")
         if native and accumulated:
             times = accumulated.seconds_per_step / native.seconds_per_step
@@ -130,19 +130,19 @@ class ComparisonReport:
                 f"no_sync until the last micro-batch: {in_bytes(last.gradient_bytes)} reduced per step instead of "
                 f"{in_bytes(each.gradient_bytes)}, {each.seconds_per_step / last.seconds_per_step:.2f} times the speed."
             )
-        others = [one.way.name for one in self._full_size_results if (one.gradient_error or 0.0) > _MAX_ROUNDING]
+        others = [result.way.name for result in results if (result.gradient_error or 0.0) > _MAX_ROUNDING]
         if others:
             found.append(
                 f"gradients that differ from the unsplit batch: {', '.join(others)}. `anybatch check` finds the cause."
             )
         else:
-            worst = max((one.gradient_error or 0.0 for one in self._full_size_results), default=0.0)
+            worst = max((result.gradient_error or 0.0 for result in results), default=0.0)
             found.append(f"all of these have the gradient of the unsplit batch (relative error at most {worst:.0e}).")
         if "DataParallel" in by_name and by_name["DataParallel"].reserved_bytes is None:
             found.append(
                 "DataParallel ran its replicas one after another, because there are no GPUs: use DDP's time instead."
             )
-        if varying := sum(one.varies for one in self.results):
+        if varying := sum(result.varies for result in self.results):
             found.append(
                 f"the times of {varying} of {len(self.results)} setups vary by more than a quarter: for a closer "
                 "comparison run it longer (--seconds), with nothing else on these devices."
@@ -151,34 +151,35 @@ class ComparisonReport:
 
     @property
     def _full_size_results(self) -> Sequence[SetupResult]:
-        return [one for one in self.results if one.way.num_samples == self.effective_batch_size] or self.results
+        return [row for row in self.results if row.way.num_samples == self.effective_batch_size] or self.results
 
     def _work(self) -> list[list[str]]:
         rows = [["", "devices", "s/step", "ms/sample", "exposed", "gradients sent", "error", "variance"]]
-        for one in self.results:
-            exposed = one.exposed_share
+        for result in self.results:
+            exposed = result.exposed_share
             rows.append(
                 [
-                    one.way.name,
-                    str(one.way.num_devices),
-                    three_digits(one.seconds_per_step),
-                    three_digits(1e3 * one.seconds_per_sample),
+                    result.way.name,
+                    str(result.way.num_devices),
+                    three_digits(result.seconds_per_step),
+                    three_digits(1e3 * result.seconds_per_sample),
                     "-" if exposed is None else f"{exposed:.0%}",
-                    in_bytes(one.gradient_bytes) if one.gradient_bytes else "-",
-                    "-" if one.gradient_error is None else f"{one.gradient_error:.0e}",
-                    three_digits(one.gradient_variance),
+                    in_bytes(result.gradient_bytes) if result.gradient_bytes else "-",
+                    "-" if result.gradient_error is None else f"{result.gradient_error:.0e}",
+                    three_digits(result.gradient_variance),
                 ]
             )
         return rows
 
     def _costs(self) -> list[list[str]]:
-        reserves = any(one.reserved_bytes is not None for one in self.results)
+        reserves = any(result.reserved_bytes is not None for result in self.results)
         head = ["", "peak/device", "all devices", *["reserved", "nvidia-smi"] * reserves]
         rows = [[*head, "code lines by hand", "with anybatch", "device-hours/million"]]
-        for one in self.results:
-            row = [one.way.name, in_bytes(one.peak_bytes), in_bytes(one.total_peak_bytes)]
-            row += [in_bytes(one.reserved_bytes or 0), in_bytes(one.driver_bytes or 0)] * reserves
-            row += [str(one.way.lines_by_hand), str(one.way.lines_with_anybatch), three_digits(one.device_hours)]
+        for result in self.results:
+            way = result.way
+            row = [way.name, in_bytes(result.peak_bytes), in_bytes(result.total_peak_bytes)]
+            row += [in_bytes(result.reserved_bytes or 0), in_bytes(result.driver_bytes or 0)] * reserves
+            row += [str(way.lines_by_hand), str(way.lines_with_anybatch), three_digits(result.device_hours)]
             rows.append(row)
         return rows
 
@@ -263,23 +264,23 @@ def compare(
         raise UserError(message)
     ranks: Sequence[Mapping[str, RankFigures]] = [outcome.value for outcome in outcomes]
     measured = [setup for setup in setups if not ranks[0][setup.name].reason]
-    results = {one.name: _result(one, [rank[one.name] for rank in ranks[: one.num_ranks]]) for one in measured}
+    results = {way.name: _result(way, [rank[way.name] for rank in ranks[: way.num_ranks]]) for way in measured}
     native = results.get("native")
     return ComparisonReport(
         title=title,
         device=f"{num_devices} x " * (num_devices > 1) + device_name(torch.device(kind)),
         effective_batch_size=effective_batch_size,
         micro_batch_size=size,
-        results=tuple(one if native is None else one.with_variance_of(native) for one in results.values()),
+        results=tuple(result if native is None else result.with_variance_of(native) for result in results.values()),
         unmeasured={setup.name: ranks[0][setup.name].reason for setup in setups if ranks[0][setup.name].reason},
     )
 
 
 def _result(setup: TrainingSetup, figures: Sequence[RankFigures]) -> SetupResult:
-    steps = slowest([one.step_seconds for one in figures])
+    steps = slowest([rank.step_seconds for rank in figures])
     seconds = median(steps)
-    alone = median(slowest([one.unreduced_seconds for one in figures])) if setup.num_ranks > 1 else None
-    reserved = [one.reserved_bytes for one in figures if one.reserved_bytes is not None]
+    alone = median(slowest([rank.unreduced_seconds for rank in figures])) if setup.num_ranks > 1 else None
+    reserved = [rank.reserved_bytes for rank in figures if rank.reserved_bytes is not None]
     return SetupResult(
         way=setup,
         seconds_per_step=seconds,
@@ -287,11 +288,11 @@ def _result(setup: TrainingSetup, figures: Sequence[RankFigures]) -> SetupResult
         if len(steps) < _MIN_FOR_QUARTILES
         else cast("tuple[float, float]", tuple(quantiles(steps, n=4)[::2])),
         exposed_seconds=None if alone is None else seconds - alone,
-        peak_bytes=max(one.peak_bytes for one in figures),
-        total_peak_bytes=sum(one.total_peak_bytes for one in figures),
+        peak_bytes=max(rank.peak_bytes for rank in figures),
+        total_peak_bytes=sum(rank.total_peak_bytes for rank in figures),
         reserved_bytes=max(reserved, default=None),
-        driver_bytes=max((one.driver_bytes for one in figures if one.driver_bytes is not None), default=None),
-        gradient_bytes=max(one.gradient_bytes for one in figures),
+        driver_bytes=max((rank.driver_bytes for rank in figures if rank.driver_bytes is not None), default=None),
+        gradient_bytes=max(rank.gradient_bytes for rank in figures),
         gradient_error=figures[0].gradient_error,
         gradient_variance=figures[0].gradient_variance,
     )

@@ -217,10 +217,10 @@ class _SetupMeasurement:
             # DDP allocates its buckets in C++, which the recording does not cover.
             buckets = self._gradient_bytes if setup.strategy in ("ddp", None) else 0
             tensor_bytes = recording.report.timeline.peak_bytes + buckets
-            used = [one for one in map(memory_in_use, self._devices()) if one is not None]
-            figures.peak_bytes = max((one.peak_bytes for one in used), default=tensor_bytes)
-            figures.total_peak_bytes = sum(one.peak_bytes for one in used) if used else tensor_bytes
-            figures.reserved_bytes = max((one.reserved_bytes or 0 for one in used), default=None)
+            used = [memory for memory in map(memory_in_use, self._devices()) if memory is not None]
+            figures.peak_bytes = max((memory.peak_bytes for memory in used), default=tensor_bytes)
+            figures.total_peak_bytes = sum(memory.peak_bytes for memory in used) if used else tensor_bytes
+            figures.reserved_bytes = max((memory.reserved_bytes or 0 for memory in used), default=None)
             figures.driver_bytes = driver_bytes(self._world.device)
 
     def _devices(self) -> list[torch.device]:
@@ -259,7 +259,7 @@ def variance_of(gradients: Sequence[Gradients]) -> float | None:
         return None
     distance = size = 0.0
     for name in gradients[0]:
-        values = [one[name] for one in gradients]
+        values = [gradient[name] for gradient in gradients]
         found = [value.detach().cpu().to_dense().double() for value in values if value is not None]
         if not found:
             continue

@@ -31,14 +31,14 @@ def draw_comparison(report: ComparisonReport, path: Path) -> None:
     figure = _figure(path, 11, 1.6 + 0.36 * len(results))
     time, memory, traffic = figure.subplots(1, 3, sharey=True)
     rows = range(len(results))
-    whole = [1e3 * one.seconds_per_sample for one in results]
-    exposed = [value * (one.exposed_share or 0.0) for value, one in zip(whole, results, strict=True)]
+    whole = [1e3 * result.seconds_per_sample for result in results]
+    exposed = [value * (result.exposed_share or 0.0) for value, result in zip(whole, results, strict=True)]
     work = [value - extra for value, extra in zip(whole, exposed, strict=True)]
     time.barh(rows, work, color=COLOURS[0], label="work")
     time.barh(rows, exposed, left=work, color=COLOURS[1], label="exposed communication")
-    peaks = [one.peak_bytes for one in results]
+    peaks = [result.peak_bytes for result in results]
     memory.barh(rows, peaks, color=COLOURS[2])
-    sent = [one.gradient_bytes for one in results]
+    sent = [result.gradient_bytes for result in results]
     traffic.barh(rows, sent, color=COLOURS[1])
     written = (
         (time, "ms per sample", [three_digits(value) for value in whole], whole),
@@ -52,7 +52,7 @@ def draw_comparison(report: ComparisonReport, path: Path) -> None:
         axes.set_xticks([])
         axes.set_xlim(0, 1.35 * max([*ends, 1e-12]))
         axes.spines[["top", "right", "bottom"]].set_visible(False)
-    devices = [f"{one.way.name} ({one.way.num_devices})" for one in results]
+    devices = [f"{result.way.name} ({result.way.num_devices})" for result in results]
     time.set_yticks(rows, devices, fontsize=9)
     time.invert_yaxis()
     figure.legend(*time.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False, fontsize=8)
@@ -84,12 +84,12 @@ def draw_scaling(report: ScaleReport, path: Path) -> None:
     bars.set_xlabel("step time, ms; dashed: N ranks N times as fast")
     bars.set_title(f"{last.num_samples} samples per step, {report.settings.strategy}", loc="left", fontsize=10)
     figure.legend(*bars.get_legend_handles_labels(), loc="outside lower left", frameon=False, fontsize=8, ncols=_PARTS)
-    sizes = [in_bytes(one.cut.sizes[0]) for one in last.buckets]
+    sizes = [in_bytes(trial.cut.sizes[0]) for trial in last.buckets]
     if sizes:
         positions = range(len(sizes))
-        curve.plot(positions, [1e3 * one.step_seconds for one in last.buckets], color=COLOURS[0], marker="o")
+        curve.plot(positions, [1e3 * trial.step_seconds for trial in last.buckets], color=COLOURS[0], marker="o")
         curve.set_xticks(
-            positions, [f"{size}\n{one.cut.num_buckets}" for size, one in zip(sizes, last.buckets, strict=True)]
+            positions, [f"{size}\n{trial.cut.num_buckets}" for size, trial in zip(sizes, last.buckets, strict=True)]
         )
         curve.set_ylim(bottom=0)
         curve.set_xlabel("bucket size, and number of buckets")

@@ -271,9 +271,9 @@ class GradientRuns:
     def _restored(self, seed: int) -> Iterator[SeededGenerators]:
         """Seed, set `in_evaluation`, and restore buffers, modes, attributes and random states at the end."""
         functions = self.loss.functions.values()
-        owners = [*self.modules.modules(), *(one for one in functions if not isinstance(one, FunctionType))]
+        owners = [*self.modules.modules(), *(call for call in functions if not isinstance(call, FunctionType))]
         # The modules and callable objects are copies, so that no other thread changes their attributes.
-        kept = [(vars(one), set(vars(one)), _attributes(one)) for one in owners if hasattr(one, "__dict__")]
+        kept = [(vars(owner), set(vars(owner)), _attributes(owner)) for owner in owners if hasattr(owner, "__dict__")]
         with without_side_effects(self.modules, torch.device("cpu"), functions=functions) as draws:
             draws.seed(seed)
             for module in self.in_evaluation:
@@ -381,4 +381,4 @@ def _computed_attributes(modules: nn.Module) -> dict[int, torch.Tensor]:
     The old `torch.nn.utils.spectral_norm` and `weight_norm` keep the weight of their last forward.
     """
     found = (value for module in modules.modules() for value in vars(module).values())
-    return {id(one): one.detach().clone() for one in found if isinstance(one, torch.Tensor) and not one.is_leaf}
+    return {id(kept): kept.detach().clone() for kept in found if isinstance(kept, torch.Tensor) and not kept.is_leaf}

@@ -30,7 +30,7 @@ class ScaleReport:
     @property
     def columns(self) -> list[StepBreakdown]:
         """The parts of a step on one rank and on all ranks."""
-        return [one for one in (self.evidence.alone, self.evidence.parts) if one is not None]
+        return [parts for parts in (self.evidence.alone, self.evidence.parts) if parts is not None]
 
     def __str__(self) -> str:
         """Return the tables and the verdict."""
@@ -62,7 +62,7 @@ class ScaleReport:
         ideal = last.ideal * last.parts.world_size  # on one rank
         rows = {
             "step time, ms": [parts.ranks for parts in steps],
-            **{part: [f"{one * 1e3:.1f}" for one in row] for part, row in ms.items()},
+            **{part: [f"{seconds * 1e3:.1f}" for seconds in row] for part, row in ms.items()},
             "samples/s": [per_second(float(f"{last.num_samples / parts.step:.3g}")) for parts in steps],
             "efficiency": [f"{ideal / parts.world_size / parts.step:.0%}" for parts in steps],
         }
@@ -92,11 +92,11 @@ class ScaleReport:
             sizes = _sizes(best.cut.sizes)
             return [f"bucket size: makes no difference, because {sizes} all give {best.cut}."]
         rows, notes = [["  buckets", "step time, ms", "longer than best", "bucket_bytes"]], [""]
-        for one in last.buckets:
-            marks = [word for word, trial in (("in use", last.current_bucket), ("recommended", best)) if trial is one]
+        for trial in last.buckets:
+            marks = ["in use"] * (trial is last.current_bucket) + ["recommended"] * (trial is best)
             notes.append(f"  <- {', '.join(marks)}" if marks else "")
-            longer = f"{one.longer.seconds * 1e3:.1f}"
-            rows.append([f"  {one.cut.num_buckets}", f"{one.step_seconds * 1e3:.1f}", longer, _sizes(one.cut.sizes)])
+            longer, sizes = f"{trial.longer.seconds * 1e3:.1f}", _sizes(trial.cut.sizes)
+            rows.append([f"  {trial.cut.num_buckets}", f"{trial.step_seconds * 1e3:.1f}", longer, sizes])
         table = [line + note for line, note in zip(columns(rows), notes, strict=True)]
         size = self.settings.bucket_bytes if best is last.current_bucket else best.cut.sizes[0]
         return [*table, "", f"recommended: bucket_bytes={size} ({in_bytes(size)}, {best.cut})."]

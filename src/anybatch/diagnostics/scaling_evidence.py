@@ -105,30 +105,30 @@ class ScalingEvidence:
         """The smallest of the fastest bucket sizes if the current size is surely slower, else the current size."""
         if self.current_bucket is None or not self.current_bucket.longer.is_sure:
             return self.current_bucket
-        return next((one for one in self.buckets if not one.longer.is_sure), self.current_bucket)
+        return next((trial for trial in self.buckets if not trial.longer.is_sure), self.current_bucket)
 
 
 def evidence_of(ranks: Sequence[RankTimes]) -> ScalingEvidence:
     """Return the evidence from the measurements of all ranks."""
     first = ranks[0]
-    current = [one.steps[CURRENT] for one in ranks]
-    unreduced = [one.steps[UNREDUCED] for one in ranks] if len(ranks) > 1 else current
+    current = [rank.steps[CURRENT] for rank in ranks]
+    unreduced = [rank.steps[UNREDUCED] for rank in ranks] if len(ranks) > 1 else current
     alone = [first.steps[ALONE]] if ALONE in first.steps else None
     busy = [median_of(steps, "busy") for steps in unreduced]
     buckets = _bucket_trials(ranks) if len(ranks) > 1 else []
     return ScalingEvidence(
-        parts=_breakdown(current, unreduced, [one.loading for one in ranks]),
+        parts=_breakdown(current, unreduced, [rank.loading for rank in ranks]),
         alone=None if alone is None else _breakdown(alone, alone, [first.loading_alone]),
         reduction=difference(slowest(current), slowest(unreduced)),
         buckets=tuple(buckets),
-        current_bucket=next((one for n, one in enumerate(buckets) if f"buckets {n}" not in first.steps), None),
+        current_bucket=next((trial for n, trial in enumerate(buckets) if f"buckets {n}" not in first.steps), None),
         larger_micro_batch=_compute_gain(ranks) if LARGER in first.steps else None,
         link=_link(ranks) if first.messages else None,
         gradient_bytes=first.gradient_bytes,
         slowest_rank=busy.index(max(busy)),
-        loads=(max(one.load_seconds for one in ranks), max(one.load_processor_seconds for one in ranks)),
+        loads=(max(rank.load_seconds for rank in ranks), max(rank.load_processor_seconds for rank in ranks)),
         micro_batch_size=first.micro_batch_size,
-        share=max(one.share for one in ranks),
+        share=max(rank.share for rank in ranks),
         num_samples=first.num_samples,
         device=first.device,
     )
@@ -165,15 +165,15 @@ def _breakdown(
 
 def difference(longer: Sequence[float], shorter: Sequence[float]) -> Difference:
     """Return the median difference over rounds, and whether it is positive in nearly all of them."""
-    found = [one - other for one, other in zip(longer, shorter, strict=True)]
+    found = [long - short for long, short in zip(longer, shorter, strict=True)]
     # Not by the mean: on a busy machine, a few rounds are far off.
-    is_sure = len(found) >= _MIN_ROUNDS and sum(one > 0.0 for one in found) >= _MIN_SHARE_OF_ROUNDS * len(found)
+    is_sure = len(found) >= _MIN_ROUNDS and sum(seconds > 0.0 for seconds in found) >= _MIN_SHARE_OF_ROUNDS * len(found)
     return Difference(statistics.median(found), is_sure)
 
 
 def _seconds(ranks: Sequence[RankTimes], kind: str) -> list[float]:
     """Return the seconds of the slowest rank in steps of a kind, or in current steps if the kind was not run."""
-    return slowest([one.steps.get(kind, one.steps[CURRENT]) for one in ranks])
+    return slowest([rank.steps.get(kind, rank.steps[CURRENT]) for rank in ranks])
 
 
 def _bucket_trials(ranks: Sequence[RankTimes]) -> list[BucketTrial]:
@@ -182,7 +182,7 @@ def _bucket_trials(ranks: Sequence[RankTimes]) -> list[BucketTrial]:
     seconds = [_seconds(ranks, f"buckets {number}") for number in range(len(cuts))]
     best = min(seconds, key=statistics.median)
     # Compare round by round, since medians may be from different times if the machine's speed varies.
-    longer = [difference(one, best) for one in seconds]
+    longer = [difference(times, best) for times in seconds]
     fastest = statistics.median(best)
     return [BucketTrial(cut, fastest + more.seconds, more) for cut, more in zip(cuts, longer, strict=True)]
 
@@ -201,7 +201,7 @@ def _compute_gain(ranks: Sequence[RankTimes]) -> Difference:
 
 def _link(ranks: Sequence[RankTimes]) -> Link:
     """Return the link: latency from the smallest message, rate from the extra time of the largest."""
-    seconds = {num_bytes: max(dict(one.messages)[num_bytes] for one in ranks) for num_bytes, _ in ranks[0].messages}
+    seconds = {num_bytes: max(dict(rank.messages)[num_bytes] for rank in ranks) for num_bytes, _ in ranks[0].messages}
     small, large = min(seconds), max(seconds)
     longer = max(seconds[large] - seconds[small], 1e-9)
     return Link(seconds[small], max(1, large - small) / longer)

@@ -147,7 +147,7 @@ class RankMeasurement:
         load_seconds, load_processor_seconds = self._load()
         spec = self._train()
         modules = spec.model if isinstance(spec.model, torch.nn.Module) else torch.nn.ModuleDict(spec.model)
-        sizes = [gradient_bytes([one]) for one in trainable(modules).values()]
+        sizes = [gradient_bytes([parameter]) for parameter in trainable(modules).values()]
         # DDP's bucket size is in MiB.
         minimum = MEBIBYTE if self._settings.strategy == "ddp" else 1
         cuts = bucket_cuts(sizes, self._bucket_sizes, self._settings.bucket_bytes, minimum=minimum)

@@ -58,7 +58,7 @@ class TuneReport:
     @property
     def rates(self) -> dict[int, float]:
         """Samples per second by size, for the measured sizes."""
-        return {one.size: one.samples_per_second for one in self.sizes if one.samples_per_second is not None}
+        return {row.size: row.samples_per_second for row in self.sizes if row.samples_per_second is not None}
 
     @property
     def best(self) -> int:
@@ -79,15 +79,15 @@ class TuneReport:
         """Return the table and the recommendation."""
         rates, best, recommended = self.rates, self.best, self.recommended
         rows, notes = [["  micro-batch", "per step", "samples/s", "of the best", self.counted]], [""]
-        for one in self.sizes:
-            rate = rates.get(one.size)
-            speed = ["-", "slower" if one.fits else "does not fit"]
+        for result in self.sizes:
+            rate = rates.get(result.size)
+            speed = ["-", "slower" if result.fits else "does not fit"]
             if rate is not None:
                 speed = [f"{rate:,.0f}", f"{rate / rates[best]:.0%}"]
-            memory = "" if one.peak_bytes is None else in_bytes(one.peak_bytes)
-            marks = [word for word, size in (("fastest", best), ("recommended", recommended)) if size == one.size]
+            memory = "" if result.peak_bytes is None else in_bytes(result.peak_bytes)
+            marks = [word for word, size in (("fastest", best), ("recommended", recommended)) if size == result.size]
             notes.append(f"  <- {', '.join(marks)}" if marks else "")
-            rows.append([f"  {one.size}", str(one.num_micro_batches), *speed, memory])
+            rows.append([f"  {result.size}", str(result.num_micro_batches), *speed, memory])
         table = [line + note for line, note in zip(columns(rows), notes, strict=True)]
         head = f"{self.num_samples} samples per step, {self.device}"
         return "\n".join([head, "", *table, "", counting_text(self.counted), self._advice()])

@@ -98,8 +98,8 @@ def strategy_lines(strategy: str | Callable[[], Strategy]) -> tuple[list[str], s
 
 def code_of(changes: Sequence[Change], strategy_name: str = "", strategy: str | Callable[[], Strategy] = "") -> str:
     """Return the code for several changes, each below its name, with one engine at the end."""
-    parts = [f"# {one.name}\n{one.how}" for one in changes if one.how]
-    of_engine = {one.name: one.engine for one in changes if one.engine}
+    parts = [f"# {change.name}\n{change.how}" for change in changes if change.how]
+    of_engine = {change.name: change.engine for change in changes if change.engine}
     if strategy_name:
         before, of_engine[strategy_name] = strategy_lines(strategy)
         parts += before
@@ -129,12 +129,14 @@ def all_changes(spec: StepSpec, rank: int = DEFAULT_RANK) -> dict[str, Change]:
     # Modules are changed in place, so each of these changes needs a new model.
     if not has_model:
         found += [*_block_changes(spec), *_weight_changes(spec), *_adapter_changes(spec, rank)]
-    return {one.name: one for one in found}
+    return {change.name: change for change in found}
 
 
 def single_changes(spec: StepSpec, autocast: Autocast = "bf16") -> list[Change]:
     """Return the changes that keep the step's result, and autocast to 16 bits."""
-    return [one for one in all_changes(spec).values() if one.same_step or one.name == f"{autocast} autocast"]
+    return [
+        change for change in all_changes(spec).values() if change.same_step or change.name == f"{autocast} autocast"
+    ]
 
 
 def named_change(spec: StepSpec, name: str) -> Change:
@@ -163,7 +165,7 @@ def _build_optimizer(train: TrainSpec) -> Optimizer | None:
         return train.optimizer
     # Pass all parameters, since a function may select some by name or shape.
     try:
-        return train.optimizer([(name, _without_data(one)) for name, one in trainable(modules_of(train)).items()])
+        return train.optimizer([(name, _without_data(p)) for name, p in trainable(modules_of(train)).items()])
     except UserError:
         raise
     except Exception:  # noqa: BLE001 (the engine calls the function again and raises its error)
@@ -172,7 +174,7 @@ def _build_optimizer(train: TrainSpec) -> Optimizer | None:
 
 def modules_of(train: TrainSpec) -> nn.Module:
     """Return all trained modules: the model, and modules in the loss."""
-    learned = {n: one for n, one in declared(train.loss).functions.items() if isinstance(one, nn.Module)}
+    learned = {n: part for n, part in declared(train.loss).functions.items() if isinstance(part, nn.Module)}
     return nn.ModuleDict({"model": as_module(train.model), **learned}) if learned else as_module(train.model)
 
 
@@ -228,7 +230,7 @@ def _block_changes(spec: StepSpec) -> list[Change]:
     rows = repeated_blocks(model)
     if not rows or _checkpoints_itself(model):
         return []
-    configs = (getattr(one, "config", None) for one in model.modules())
+    configs = (getattr(module, "config", None) for module in model.modules())
     has_cache = any(getattr(config, "use_cache", False) is True for config in configs)
     # The code finds blocks by class, which also works inside adapters.
     kinds = dict.fromkeys(spec.called.get(blocks.kind.__name__, blocks.kind.__name__) for blocks in rows)
@@ -247,7 +249,7 @@ def _block_changes(spec: StepSpec) -> list[Change]:
 
 def _checkpoints_itself(module: nn.Module) -> bool:
     """Whether blocks are already checkpointed, by transformers' `gradient_checkpointing` or by torch's wrapper."""
-    switched = any(getattr(one, "gradient_checkpointing", False) is True for one in module.modules())
+    switched = any(getattr(part, "gradient_checkpointing", False) is True for part in module.modules())
     return switched or any(map(is_checkpointed, module.modules()))
 
 
@@ -259,13 +261,13 @@ def _checkpointed(train: TrainSpec) -> TrainSpec:
 def _without_cache(module: nn.Module) -> None:
     """Disable the key-value cache of transformers, which recomputed blocks would fill twice."""
     known: dict[int, Any] = {}
-    for one in module.modules():
-        config: Any = getattr(one, "config", None)
+    for part in module.modules():
+        config: Any = getattr(part, "config", None)
         if getattr(config, "use_cache", False) is True:
             # Change a copy, since the configuration may belong to the user.
             other = known.setdefault(id(config), copy.copy(config))
             other.use_cache = False
-            one.config = other
+            part.config = other
 
 
 def _weight_changes(spec: StepSpec) -> list[Change]:
@@ -356,7 +358,7 @@ def _with_adapters(rank: int, four_bits: bool, autocasts: bool, train: TrainSpec
 
 def _head_changes(spec: StepSpec) -> list[Change]:
     """Return the change to a chunked loss, if the vocabulary is large."""
-    heads = [one.out_features for one in as_module(spec.trained.model).modules() if isinstance(one, nn.Linear)]
+    heads = [layer.out_features for layer in as_module(spec.trained.model).modules() if isinstance(layer, nn.Linear)]
     # The widest linear layer is the head: vocabularies are larger than any hidden size in use.
     vocabulary = max(heads, default=0)
     labels = [tensor for tensor in tensors_of(spec.sample) if not tensor.is_floating_point() and tensor.dim() > 1]

@@ -129,7 +129,7 @@ def _device(row: str) -> Device:
     return Device(
         name=name,
         memory_bytes=int(float(gibibytes) * (1 << 30)),
-        flops_per_second={one: float(rate) * 1e12 for one, rate in zip(_FORMATS, rates, strict=True) if rate != "-"},
+        flops_per_second={kind: float(rate) * 1e12 for kind, rate in zip(_FORMATS, rates, strict=True) if rate != "-"},
         bytes_per_second=float(memory_rate) * 1e9,
         link_bytes_per_second=float(link_rate) * 1e9,
         also_called=tuple(others.split(",")) if others else (),
@@ -181,12 +181,12 @@ def find_device(name: str, devices: Sequence[Device] = DEVICES) -> Device:
         if wanted in _names(device):
             return device
     # "A100" has two memory sizes, so the name is ambiguous.
-    longer = [one.name for one in devices if wanted and any(other.startswith(wanted) for other in _names(one))]
+    longer = [device.name for device in devices if wanted and any(other.startswith(wanted) for other in _names(device))]
     if len(longer) > 1:
         message = f"device {name!r} is ambiguous. Choose one of {', '.join(longer)}."
         raise UserError(message)
-    near = difflib.get_close_matches(wanted, [_normalized(one.name) for one in devices], n=3, cutoff=0.5)
-    found = longer or [one.name for close in near for one in devices if _normalized(one.name) == close]
+    near = difflib.get_close_matches(wanted, [_normalized(device.name) for device in devices], n=3, cutoff=0.5)
+    found = longer or [device.name for close in near for device in devices if _normalized(device.name) == close]
     meant = f" Did you mean {' or '.join(found)}?" if found else ""
     message = (
         f"unknown device {name!r}.{meant} Known devices: {', '.join(device.name for device in devices)}. "
@@ -197,7 +197,7 @@ def find_device(name: str, devices: Sequence[Device] = DEVICES) -> Device:
 
 def _names(device: Device) -> list[str]:
     """Return all names of a device, as `_normalized` writes them."""
-    return [_normalized(one) for one in (device.name, *device.also_called)]
+    return [_normalized(name) for name in (device.name, *device.also_called)]
 
 
 def _normalized(name: str) -> str:

@@ -60,7 +60,7 @@ class Envelopes:
         """
         if self.profile == "cpu":
             return self.largest(limit_bytes)
-        both = (largest_that_fits(one, limit_bytes, expandable=expandable) for one in (self.steady, self.first))
+        both = (largest_that_fits(step, limit_bytes, expandable=expandable) for step in (self.steady, self.first))
         return _smaller(*both)
 
     def binding(self, size: int, usable_bytes: int, max_samples: int) -> Binding:
@@ -82,8 +82,8 @@ class Envelopes:
         if self.profile == "cpu":
             return self.peak_bytes(m)
         return max(
-            replay(one.trace.events, one.sizes(m), expandable=expandable, pools=one.trace.pools).peak_reserved_bytes
-            for one in (self.steady, self.first)
+            replay(step.trace.events, step.sizes(m), expandable=expandable, pools=step.trace.pools).peak_reserved_bytes
+            for step in (self.steady, self.first)
         )
 
 
@@ -112,7 +112,7 @@ def find_envelopes(spec: StepSpec, usable_bytes: int, *, max_samples: int | None
     num_in_memory = samples_in_memory(ready, max_samples)
     if num_in_memory is None:
         return found
-    steady, first = (_with_inputs(one, num_in_memory, spec.num_micro_batches) for one in (found.steady, found.first))
+    steady, first = (_with_inputs(step, num_in_memory, spec.num_micro_batches) for step in (found.steady, found.first))
     return dataclasses.replace(found, steady=steady, first=first)
 
 
@@ -133,7 +133,7 @@ def with_alone(found: Envelopes, spec: StepSpec, usable_bytes: int, share: int) 
 def _with_inputs(envelope: MemoryEnvelope, num_samples: int, num_micro_batches: int) -> MemoryEnvelope:
     """Return the envelope of a step whose inputs are `num_samples` samples instead of the traced micro-batches."""
     sizes = envelope.allocated
-    is_input = torch.tensor([one.category == "inputs" for one in envelope.trace.allocations], dtype=torch.bool)
+    is_input = torch.tensor([entry.category == "inputs" for entry in envelope.trace.allocations], dtype=torch.bool)
     whole = sizes.constant + sizes.slope * num_samples // num_micro_batches
     return envelope.with_sizes(
         Lines(torch.where(is_input, whole, sizes.constant), sizes.slope.masked_fill(is_input, 0))
@@ -176,7 +176,7 @@ def _check_independence(spec: StepSpec, trace: StepTrace) -> None:
     except PlanError as error:
         message = f"{what}; other values lead to other operations.{_DRAWN if trace.is_drawn else ''}"
         raise CannotPlanError(message) from error
-    if [one.num_bytes for one in first.allocations] != [one.num_bytes for one in second.allocations]:
+    if [entry.num_bytes for entry in first.allocations] != [entry.num_bytes for entry in second.allocations]:
         message = f"{what}; other values lead to other tensor sizes."
         raise CannotPlanError(message)
 

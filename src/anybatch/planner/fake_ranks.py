@@ -90,14 +90,14 @@ def with_gradients(trace: MemoryTrace) -> MemoryTrace:
     ends = [position for position, name in trace.marks if name.startswith("micro-batch") and name.endswith("ends")]
     kept = set()
     for position, event in enumerate(trace.events):
-        one = trace.allocations[abs(event) - 1]
-        if event > 0 and one.phase == "backward" and one.category == "temporaries":
+        allocation = trace.allocations[abs(event) - 1]
+        if event > 0 and allocation.phase == "backward" and allocation.category == "temporaries":
             # An allocation of the backward that outlives its micro-batch is a gradient.
             end = next((end for end in ends if end > position), None)
             if end is not None and freed_at.get(event - 1, end) >= end:
                 kept.add(event - 1)
     allocations = (
-        replace(one, category="gradients") if number in kept else one for number, one in enumerate(trace.allocations)
+        replace(each, category="gradients") if number in kept else each for number, each in enumerate(trace.allocations)
     )
     return replace(trace, allocations=tuple(allocations))
 

@@ -208,9 +208,9 @@ def _entry_of(result: object, tensors: Sequence[FakeTensor], mode: FakeTensorMod
     if kind not in {None, list, tuple}:
         return None
     results: Sequence[Any] = result if isinstance(result, list | tuple) else (result,)
-    parts = [one if one is None or type(one) is int else _part_of(one, tensors, mode) for one in results]
-    new = [storage_of(one) for one, part in zip(results, parts, strict=True) if getattr(part, "base", 0) is None]
-    lost = any(part is None and one is not None for one, part in zip(results, parts, strict=True))
+    parts = [value if value is None or type(value) is int else _part_of(value, tensors, mode) for value in results]
+    new = [storage_of(value) for value, part in zip(results, parts, strict=True) if getattr(part, "base", 0) is None]
+    lost = any(part is None and value is not None for value, part in zip(results, parts, strict=True))
     # Two results in the same new memory cannot be recreated either.
     return None if lost or len(set(new)) < len(new) else _CachedResult(kind, tuple(parts))
 
@@ -223,10 +223,10 @@ def _part_of(
     """Return the metadata of one result; None if it cannot be recreated."""
     if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.layout is not torch.strided:
         return None
-    for number, one in enumerate(tensors):
-        if one is tensor:
+    for number, argument in enumerate(tensors):
+        if argument is tensor:
             return _Argument(number)
-    bases = [number for number, one in enumerate(tensors) if storage_of(one) == storage_of(tensor)]
+    bases = [number for number, argument in enumerate(tensors) if storage_of(argument) == storage_of(tensor)]
     # If arguments share memory, the base of the view is ambiguous; offsets of another dtype have another unit.
     if len(bases) > 1 or any(tensors[at].dtype is not tensor.dtype for at in bases):
         return None

@@ -100,7 +100,7 @@ def fit_of(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, name: st
     # If nothing fits, plan one sample, to show how much memory is missing.
     size = even_size(share, max(1, largest)) if requested is None else min(requested, share)
     # The first step also allocates the optimizer's state, and may need more than all later ones.
-    envelope = max((envelopes.steady, envelopes.first), key=lambda one: one.peak_bytes(size))
+    envelope = max((envelopes.steady, envelopes.first), key=lambda envelope: envelope.peak_bytes(size))
     reserved = freely = envelopes.reserved_bytes(size, expandable=expandable)
     if largest >= size:  # with a limit, the allocator frees cached segments instead of reserving more
         reserved = max(envelopes.peak_bytes(size), min(reserved, usable))
@@ -172,7 +172,7 @@ def _sharded(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: 
         if spec.world_size > 1 and not envelopes.sharded:
             found += [_plan_with_strategy(spec, "zero1", target, "ZeRO-1"), _fsdp(spec, target)]
         # Propose more devices only if nothing fits on the planned number.
-        if not fits and not any(one.fits for one in found):
+        if not fits and not any(fit.fits for fit in found):
             found += _smallest_world(spec, target)
     except UserError:  # the model, loss or optimizer cannot be sharded
         pass
@@ -200,12 +200,12 @@ def smallest_world(spec: StepSpec, budget_bytes: int, *, max_ranks: int = 1024) 
     Numbers of ranks that are too small for the weights alone are skipped.
     """
     ready, _ = built(dataclasses.replace(spec, world_size=2))  # once for all traces
-    weights = sum(one.numel() * one.element_size() for one in as_module(ready.trained.model).parameters())
+    weights = sum(weight.numel() * weight.element_size() for weight in as_module(ready.trained.model).parameters())
     size = 2
     while size <= max_ranks:
         if weights <= size * budget_bytes:
             trace = trace_step(dataclasses.replace(ready, world_size=size), 1).steady
-            sizes = [one.num_bytes for one in trace.allocations]
+            sizes = [allocation.num_bytes for allocation in trace.allocations]
             if replay(trace.events, sizes, limit_bytes=budget_bytes, pools=trace.pools).fits:
                 return size
         size *= 2
@@ -228,9 +228,9 @@ def _fsdp(spec: StepSpec, target: PlanTarget) -> Fit:
 def best_first(fits: Iterable[Fit]) -> list[Fit]:
     """Sort plans: fitting plans first, then by predicted time, number of micro-batches, and descending `largest`."""
 
-    def sort_key(one: Fit) -> tuple[bool, float, int, int, int]:
-        seconds = float("inf") if one.seconds is None else one.seconds.total
-        return not one.fits, seconds, one.accumulation_steps, -one.largest, one.reserved_bytes
+    def sort_key(fit: Fit) -> tuple[bool, float, int, int, int]:
+        seconds = float("inf") if fit.seconds is None else fit.seconds.total
+        return not fit.fits, seconds, fit.accumulation_steps, -fit.largest, fit.reserved_bytes
 
     return sorted(fits, key=sort_key)
 
@@ -249,7 +249,7 @@ class Combination:
     @property
     def name(self) -> str:
         """The names of the changes and of the strategy."""
-        names = [one.name for one in self.changes] + [self.strategy] * bool(self.strategy)
+        names = [change.name for change in self.changes] + [self.strategy] * bool(self.strategy)
         return " + ".join(names) or "no change"
 
     @property
@@ -260,7 +260,7 @@ class Combination:
     @property
     def same_step(self) -> bool:
         """Whether gradient and update are those of the requested step, up to rounding."""
-        return all(one.same_step for one in self.changes)
+        return all(change.same_step for change in self.changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -279,9 +279,9 @@ def find_combination(spec: StepSpec, target: PlanTarget, *, may_change_precision
         for name, strategy in _strategies(spec, level):
             found = _combinations(dataclasses.replace(spec, strategy=strategy), target, level, name)
             tried += found
-            if fitting := [one for one in found if one.fits]:
+            if fitting := [combination for combination in found if combination.fits]:
                 best = simplest_of_the_fastest(fitting)
-                return Answer(best=best, tried=tuple(_explained(one, best) for one in tried))
+                return Answer(best=best, tried=tuple(_explained(combination, best) for combination in tried))
     return Answer(best=None, tried=tuple(tried))
 
 
@@ -311,22 +311,22 @@ def simplest_of_the_fastest(fitting: Sequence[Combination]) -> Combination:
 
     Predicted times are not accurate enough to distinguish such combinations.
     """
-    limit = NEAR_BEST * min(one.seconds or 0.0 for one in fitting)
-    near = [one for one in fitting if (one.seconds or 0.0) <= limit]
+    limit = NEAR_BEST * min(combination.seconds or 0.0 for combination in fitting)
+    near = [combination for combination in fitting if (combination.seconds or 0.0) <= limit]
 
-    def effort(one: Combination) -> tuple[int, int, float]:
-        return len(one.changes), sum(change.code.count("\n") for change in one.changes), one.seconds or 0.0
+    def effort(choice: Combination) -> tuple[int, int, float]:
+        return len(choice.changes), sum(change.code.count("\n") for change in choice.changes), choice.seconds or 0.0
 
     return min(near, key=effort)
 
 
-def _explained(one: Combination, best: Combination) -> Combination:
+def _explained(choice: Combination, best: Combination) -> Combination:
     """Return a combination with the reason why it was not chosen."""
-    if one is best or not one.fits:
-        return one
-    is_slower = (one.seconds or 0.0) > (best.seconds or 0.0)
+    if choice is best or not choice.fits:
+        return choice
+    is_slower = (choice.seconds or 0.0) > (best.seconds or 0.0)
     return dataclasses.replace(
-        one, why="slower" if is_slower else f"not faster by more than {NEAR_BEST - 1:.0%}, and needs more changes"
+        choice, why="slower" if is_slower else f"not faster by more than {NEAR_BEST - 1:.0%}, and needs more changes"
     )
 
 
@@ -337,9 +337,9 @@ def _combinations(spec: StepSpec, target: PlanTarget, level: tuple[Change, ...],
     if strategy in {"", "all_reduce"} and spec.strategy in {"auto", "single", "all_reduce"} and least > usable:
         why = f"weights, gradients and optimizer state take {in_bytes(least)} of {in_bytes(max(0, usable))}"
         return [Combination(changes=level, strategy=strategy, spec=start, fit=None, why=why)]
-    possible = {one.name: one for one in single_changes(start)}
+    possible = {change.name: change for change in single_changes(start)}
     base = (*level, *_named(possible, "fused optimizer"))
-    chunks = [one for one in possible.values() if one.reshape is not None]
+    chunks = [change for change in possible.values() if change.reshape is not None]
     plain = _planned(spec, target, base, strategy, chunks)
     fit = plain[0].fit
     if fit is None or "checkpointing" not in possible:
@@ -362,7 +362,7 @@ def _planned(
     except UserError as error:
         return [combination(changes=changes, fit=None, why=str(error))]
     # For ranking, use the device with the nearest memory if only the memory is known.
-    nearest = min(DEVICES, key=lambda one: abs(one.memory_bytes - target.budget.total_bytes))
+    nearest = min(DEVICES, key=lambda device: abs(device.memory_bytes - target.budget.total_bytes))
     budget = dataclasses.replace(target.budget, device=target.budget.device or nearest)
     ranked, found = dataclasses.replace(target, budget=budget), []
     for chunk in (None, *chunks):

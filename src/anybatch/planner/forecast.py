@@ -108,14 +108,14 @@ def forecast(
     rows = [row(size) for size in sizes]
     largest, why = largest_useful(rows, workload)
     alone = rows[0].samples_per_second
-    shown = [one for one in rows if one.world_size < world_size] + [row(world_size)]
+    shown = [each for each in rows if each.world_size < world_size] + [row(world_size)]
     return ForecastReport(
         workload=workload,
         cluster=cluster,
         strategy=strategy,
         reduction=reduction if strategy == "fsdp" else None,
         rows=tuple(
-            dataclasses.replace(one, efficiency=one.samples_per_second / (one.world_size * alone)) for one in shown
+            dataclasses.replace(each, efficiency=each.samples_per_second / (each.world_size * alone)) for each in shown
         ),
         largest_useful=largest,
         why=why,
@@ -142,7 +142,7 @@ def largest_useful(rows: Sequence[ForecastRow], workload: Workload) -> tuple[int
             "fixed time of micro-batches and the update, which more ranks do not shorten": more.update_seconds
             + workload.micro_batch.fixed_seconds * more.accumulation_steps,
         }
-        name = max(waits, key=lambda one: waits[one])
+        name = max(waits, key=lambda part: waits[part])
         return fewer.world_size, f"{gained}: {waits[name] / more.step_seconds:.0%} of a step is {name}"
     return None, f"up to {rows[-1].world_size:,} ranks each doubling brings at least {USEFUL_GAIN} times the samples/s"
 

@@ -248,7 +248,8 @@ class ForecastReport:
         )
         hosts = "" if net.inner_link is None else f", {net.devices_per_host} devices per host over {net.inner_link}"
         when = f", reduction {self.reduction}" if self.reduction else ""
-        computing, update = (three_digits(1000 * one) for one in (work.micro_batch.seconds(size), work.update_seconds))
+        seconds = work.micro_batch.seconds(size), work.update_seconds
+        computing, update = (three_digits(1000 * time) for time in seconds)
         one_rank = f"one rank: {computing} ms for {size} samples, {update} ms for the update"
         return [
             f"{self.strategy}{when}, {batch}",

@@ -148,16 +148,16 @@ def adapted(model: Model, rank: int, *, four_bits: bool) -> Model:
 def in_bfloat16(module: nn.Module, *, trains: bool) -> None:
     """Replace the parameters of a module by bf16 parameters without data."""
     known: dict[int, nn.Parameter] = {}
-    for one in module.modules():
-        for name, old in one.named_parameters(recurse=False):
+    for part in module.modules():
+        for name, old in part.named_parameters(recurse=False):
             if id(old) not in known:
                 kind = torch.bfloat16 if old.is_floating_point() else old.dtype
                 empty = torch.empty_like(old, dtype=kind, device="meta")
                 known[id(old)] = nn.Parameter(empty, requires_grad=trains and old.requires_grad)
-            one.register_parameter(name, known[id(old)])
-        for name, old_buffer in one.named_buffers(recurse=False):
+            part.register_parameter(name, known[id(old)])
+        for name, old_buffer in part.named_buffers(recurse=False):
             if old_buffer.is_floating_point():
-                setattr(one, name, torch.empty_like(old_buffer, dtype=torch.bfloat16, device="meta"))
+                setattr(part, name, torch.empty_like(old_buffer, dtype=torch.bfloat16, device="meta"))
 
 
 def linear_layers(modules: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
@@ -234,9 +234,9 @@ def with_head_again(costs: CostLine, vocabulary: int) -> CostLine:
 
     def twice(trace: CostTrace) -> CostTrace:
         again = (
-            one
-            for one in trace.operations
-            if one.kind == "matmul" and one.phase == "forward" and vocabulary in one.dims
+            operation
+            for operation in trace.operations
+            if operation.kind == "matmul" and operation.phase == "forward" and vocabulary in operation.dims
         )
         return CostTrace((*trace.operations, *again))
 

@@ -74,11 +74,11 @@ BUCKET_BYTES = 25 << 20
 def operation_seconds(operations: Iterable[Operation], device: Device) -> float:
     """Return the seconds of operations on an accelerator, which computes while the host launches later operations."""
     busy = host = 0.0
-    for one in operations:
-        if one.phase != "setup":
-            host += HOST_SECONDS * one.num_tensors
-        if one.kind != "view":  # a view launches no kernel
-            busy += roofline_seconds(one, device) / EFFICIENCY[one.kind]
+    for operation in operations:
+        if operation.phase != "setup":
+            host += HOST_SECONDS * operation.num_tensors
+        if operation.kind != "view":  # a view launches no kernel
+            busy += roofline_seconds(operation, device) / EFFICIENCY[operation.kind]
     return max(busy, host)
 
 
@@ -100,20 +100,18 @@ class CostTrace:
     @property
     def num_micro_batches(self) -> int:
         """Number of micro-batches that had a backward."""
-        return len({one.micro_batch for one in self.operations if one.phase == "backward"})
+        return len({operation.micro_batch for operation in self.operations if operation.phase == "backward"})
 
     def micro_batch(self, number: int) -> tuple[Operation, ...]:
         """Return the forward and backward of one micro-batch."""
-        found = (one for one in self.operations if one.micro_batch == number)
-        return tuple(one for one in found if one.phase in {"forward", "backward"})
+        found = (operation for operation in self.operations if operation.micro_batch == number)
+        return tuple(operation for operation in found if operation.phase in {"forward", "backward"})
 
     @property
     def per_step(self) -> tuple[Operation, ...]:
         """Operations that run once per step: reduction, clipping, update, and everything after the last backward."""
         last = self.num_micro_batches
-        return tuple(
-            one for one in self.operations if one.phase not in {"forward", "backward"} or one.micro_batch >= last
-        )
+        return tuple(op for op in self.operations if op.phase not in {"forward", "backward"} or op.micro_batch >= last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +126,7 @@ class CostLine:
         smaller, larger = self.traced
         part = (micro_batch_size - smaller) / (larger - smaller)
         pairs = zip(*(trace.operations for trace in self.traces), strict=True)
-        return CostTrace(tuple(_interpolated(one, other, part) for one, other in pairs))
+        return CostTrace(tuple(_interpolated(low, high, part) for low, high in pairs))
 
 
 def fit_costs(trace_a: CostTrace, size_a: int, trace_b: CostTrace, size_b: int) -> CostLine:
@@ -150,19 +148,19 @@ def fit_costs(trace_a: CostTrace, size_a: int, trace_b: CostTrace, size_b: int) 
     return CostLine((trace_a, trace_b), (size_a, size_b))
 
 
-def _interpolated(one: Operation, other: Operation, part: float) -> Operation:
+def _interpolated(low: Operation, high: Operation, part: float) -> Operation:
     # Operations on parameters, and views, are the same at every size.
-    if one is other or (one.num_bytes == other.num_bytes and one.dims == other.dims and one.flops == other.flops):
-        return one
+    if low is high or (low.num_bytes == high.num_bytes and low.dims == high.dims and low.flops == high.flops):
+        return low
 
     def value(a: int, b: int) -> int:
         return max(0, round(a + (b - a) * part))
 
     return replace(
-        one,
-        flops=value(one.flops, other.flops),
-        num_bytes=value(one.num_bytes, other.num_bytes),
-        dims=tuple(value(a, b) for a, b in zip(one.dims, other.dims, strict=True)),
+        low,
+        flops=value(low.flops, high.flops),
+        num_bytes=value(low.num_bytes, high.num_bytes),
+        dims=tuple(value(a, b) for a, b in zip(low.dims, high.dims, strict=True)),
     )
 
 
@@ -217,7 +215,7 @@ def step_seconds(
     if world_size > 1:
         # Only the last micro-batch reduces, so only its backward can hide the reduction.
         last = costs.at(sizes[-1])
-        backward = [one for one in last.micro_batch(last.num_micro_batches - 1) if one.phase == "backward"]
+        backward = [op for op in last.micro_batch(last.num_micro_batches - 1) if op.phase == "backward"]
         hiding = operation_seconds(backward, device)
         exposed = exposed_seconds(gradient_bytes, world_size, device.link_bytes_per_second, hiding)
     return StepSeconds(
@@ -231,7 +229,7 @@ def step_seconds(
 def _micro_batch_seconds(trace: CostTrace, device: Device) -> tuple[float, float]:
     """Return the time of the first micro-batch and of each later one."""
     parts = [trace.micro_batch(number) for number in range(trace.num_micro_batches)]
-    first, later = (sum(one.flops for one in part) for part in (parts[0], parts[-1]))
+    first, later = (sum(operation.flops for operation in part) for part in (parts[0], parts[-1]))
     seconds = [operation_seconds(part, device) for part in parts]
     # A first micro-batch with more operations ran all forwards.
     if first > 1.05 * later:
@@ -313,7 +311,7 @@ def operation_of(
     kind = _kind(name)
     homes = {storage_key(home) for tensor in inputs if (home := storage_or_none(tensor)) is not None}
     # Results that share memory with an argument are views of it, and move no bytes.
-    fresh = [one for one in results if (home := storage_or_none(one)) is None or storage_key(home) not in homes]
+    fresh = [value for value in results if (home := storage_or_none(value)) is None or storage_key(home) not in homes]
     if kind == "other" and (name in _ALLOCATIONS or (not fresh and not changed)):
         kind = "view"
     # `out=` arguments are written, not read.
@@ -397,7 +395,7 @@ def _flops(func: Any, kind: OperationKind, args: tuple[Any, ...], kwargs: Mappin
         # The first argument of a backward is the gradient of the output.
         (query, key), num_products = (args[:2], 2) if kind == "attention" else (args[1:3], 5)
         # Some kernels take `is_causal` by position, others by name.
-        is_causal = any(one is True for one in (*args, kwargs.get("is_causal")))
+        is_causal = any(argument is True for argument in (*args, kwargs.get("is_causal")))
         return int(2 * num_products * query.numel() * key.shape[-2] // (2 if is_causal else 1))
     formula = flop_registry.get(func.overloadpacket)
     if formula is not None:

@@ -274,7 +274,7 @@ class _TwinRun:
         self.ledger.categorize("weights", map(local_part, updated))
         # int16 tensors are the lower halves of split bf16 weights.
         kept = engine.resident_tensors()["optimizer"]
-        self.ledger.categorize("weights", (one for one in kept if one.dtype is torch.int16))
+        self.ledger.categorize("weights", (tensor for tensor in kept if tensor.dtype is torch.int16))
         self.ledger.categorize("optimizer", map(local_part, _tensors(list(engine.optimizer.state.values()))))
         if engine.average is not None:
             self.ledger.categorize("optimizer", map(local_part, engine.average.weights.values()))

@@ -101,9 +101,9 @@ def subject_of_library(name: str, *, sequence_length: int | None = None) -> Plan
     library, _, model = name.rpartition(":")
     if library and library not in LIBRARIES:
         return None
-    having = [one for one in LIBRARIES if library in {"", one} and model in _names(one, required=bool(library))]
+    having = [lib for lib in LIBRARIES if library in {"", lib} and model in _names(lib, required=bool(library))]
     if len(having) > 1:
-        message = f"{name!r} is in {' and '.join(having)}: use {' or '.join(f'{one}:{name}' for one in having)}."
+        message = f"{name!r} is in {' and '.join(having)}: use {' or '.join(f'{lib}:{name}' for lib in having)}."
         raise UserError(message)
     if not having:
         if library:
@@ -143,7 +143,12 @@ def subject_of_config(config: Any, *, sequence_length: int | None = None) -> Pla
     name = next(iter(config.architectures or ()), None)
     kind = _class_of(config, name)
     maximum = next(
-        (found for one in ("max_position_embeddings", "n_positions") if (found := getattr(config, one, None))), None
+        (
+            found
+            for field_name in ("max_position_embeddings", "n_positions")
+            if (found := getattr(config, field_name, None))
+        ),
+        None,
     )
     length, notes = choose_length(sequence_length, maximum, name or config.model_type)
     sample = _sample(config, kind, length)
@@ -198,7 +203,7 @@ def _subject_of_images(library: str, model: str) -> PlanSubject:
 def _pixels_of(torchvision: Any, model: str) -> int:  # noqa: ANN401 (a module)
     """Return the image size, in pixels, that a model of torchvision was published for."""
     weights = torchvision.models.get_model_weights(model)
-    crop = [one.transforms().crop_size[0] for one in list(weights)[:1]]
+    crop = [entry.transforms().crop_size[0] for entry in list(weights)[:1]]
     return crop[0] if crop else _USUAL_PIXELS
 
 
@@ -236,8 +241,10 @@ def _class_of(config: Any, name: str | None) -> Any:  # noqa: ANN401 (not a depe
         tables = (getattr(auto, f"MODEL_FOR_{head}_MAPPING_NAMES", {}) for head in _HEADS)
         # An encoder-decoder does not predict the next token, even if its halves have such classes.
         several = list(tables)[: 1 if getattr(config, "is_encoder_decoder", False) else None]
-        names = (one.get(config.model_type) for one in several)
-        found = next((getattr(transformers, one, None) for one in names if isinstance(one, str)), None)
+        names = (table.get(config.model_type) for table in several)
+        found = next(
+            (getattr(transformers, class_name, None) for class_name in names if isinstance(class_name, str)), None
+        )
     if found is None:
         message = (
             f"the configuration does not determine the model of a {type(config).__name__}: "
