@@ -4,7 +4,7 @@ Each library has a module of its own, which is imported when a trainer of that l
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from anybatch.core.loss_kinds import Term
 from anybatch.errors import UserError
@@ -14,7 +14,24 @@ __all__ = ["exact"]
 Trainer = TypeVar("Trainer")
 
 
-def exact(trainer: Trainer, *, count: Term | Callable[[Any], Any] | None = None) -> Trainer:
+@overload
+def exact(
+    trainer: Trainer, *, effective_batch_size: int | None = None, count: Term | Callable[[Any], Any] | None = None
+) -> Trainer: ...
+
+
+@overload
+def exact(
+    trainer: None = None, *, effective_batch_size: int | None = None, count: Term | Callable[[Any], Any] | None = None
+) -> Any: ...  # noqa: ANN401 (a callback of an optional package)
+
+
+def exact(
+    trainer: Any = None,
+    *,
+    effective_batch_size: int | None = None,
+    count: Term | Callable[[Any], Any] | None = None,
+) -> Any:
     """Make every optimizer step of a trainer use the gradient of all its micro-batches as one batch.
 
     Supported: transformers' `Trainer` and its subclasses, such as TRL's `SFTTrainer`. The trainer keeps its data, loop,
@@ -24,22 +41,29 @@ def exact(trainer: Trainer, *, count: Term | Callable[[Any], Any] | None = None)
         trainer = ab.exact(Trainer(model, args, train_dataset=data))
         trainer.train()
 
+    For Lightning, `ab.exact(effective_batch_size=512)` returns a callback, see `anybatch.integrations.lightning`:
+
+        L.Trainer(callbacks=[ab.exact(effective_batch_size=512)]).fit(module, loader)
+
     The first step calls the model on a few samples, without training it, to find out which items its loss averages
     over, and whether it divides by `num_items_in_batch`. It prints the result, and what the trainer would have done.
     With dropout, the gradient is that of the same split: other splits draw other random numbers.
 
     Args:
-        trainer: the trainer, before `train()`. It is changed in place.
+        trainer: the trainer, before `train()`. It is changed in place. None returns a callback for Lightning.
+        effective_batch_size: samples of a step over all ranks, for Lightning.
         count: the items that the loss averages over, where they cannot be found out: `ab.tokens(shift=False)`,
             `ab.samples()`, or a function of a micro-batch that returns their number.
 
     Returns:
-        The same trainer.
+        The same trainer, or the callback.
 
     Raises:
         UserError: the trainer's library is not supported, or one of its options makes an exact step impossible.
         LossError: in the first step, if the loss is no sum or mean over items that can be counted.
     """
+    if trainer is None:
+        return _lightning_callback(effective_batch_size, count)
     if any(kind.__module__.startswith("transformers.") for kind in type(trainer).__mro__):
         from anybatch.integrations.transformers import make_exact  # noqa: PLC0415 (imported only when used)
 
@@ -47,6 +71,22 @@ def exact(trainer: Trainer, *, count: Term | Callable[[Any], Any] | None = None)
         return trainer
     message = (
         f"ab.exact(trainer) takes a Trainer of transformers or a subclass, such as TRL's SFTTrainer, not "
-        f"{type(trainer).__name__}. In a loop of your own, use ab.Engine."
+        f"{type(trainer).__name__}. For Lightning, pass Trainer(callbacks=[ab.exact(effective_batch_size=...)]); in a "
+        "loop of your own, use ab.Engine."
     )
     raise UserError(message, code="unsupported_trainer")
+
+
+def _lightning_callback(effective_batch_size: int | None, count: Term | Callable[[Any], Any] | None) -> object:
+    if effective_batch_size is None:
+        message = (
+            "ab.exact() needs a trainer, or the effective batch size for a callback of Lightning: "
+            "Trainer(callbacks=[ab.exact(effective_batch_size=512)])."
+        )
+        raise UserError(message, code="no_trainer")
+    try:
+        from anybatch.integrations.lightning import ExactSteps  # noqa: PLC0415 (imported only when used)
+    except ModuleNotFoundError as error:
+        message = f"{error}. ab.exact without a trainer is for Lightning: pip install 'anybatch[lightning]'."
+        raise UserError(message, code="missing_package") from error
+    return ExactSteps(effective_batch_size, count)

@@ -92,6 +92,9 @@ class EffectiveBatchSampler:
         seed: seed of the order.
         sampler: the sampler of the host's loader: shuffled and sequential order are ours, others are drawn from it.
         drop_last: leave out the last effective batch of an epoch if it is smaller.
+
+    Attributes:
+        num_skipped: effective batches that the next iteration leaves out; 0 again after it has begun.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class EffectiveBatchSampler:
         drop_last: bool = False,
     ) -> None:
         self.epoch = 0
+        self.num_skipped = 0
         self._num_samples = num_samples
         self._size = checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
         self._seed = seed
@@ -121,7 +125,8 @@ class EffectiveBatchSampler:
     def __iter__(self) -> Iterator[StepKey]:
         """Yield the effective batches of the current epoch."""
         epoch, ids = self.epoch, self._order()
-        for number in range(len(self)):
+        first, self.num_skipped = self.num_skipped, 0
+        for number in range(first, len(self)):
             yield StepKey(epoch, tuple(ids[number * self._size : (number + 1) * self._size]))
 
     def _order(self) -> Sequence[int]:

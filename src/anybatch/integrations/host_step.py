@@ -17,8 +17,9 @@ from anybatch.core.torch_internals import BufferKeeper
 from anybatch.data.random_state import HostDraws
 from anybatch.engine.micro_batch_size.oom_retry import free_cached_memory, release_frames
 from anybatch.engine.updater import StepState
-from anybatch.errors import CannotRedoError
+from anybatch.errors import CannotRedoError, warn_user
 from anybatch.integrations.effective_batches import Share, Shares
+from anybatch.norms.layers import batch_norms
 
 OTHER_RANK_FAILED = "another rank ran out of memory"
 
@@ -52,6 +53,13 @@ class HostStep:
             index = torch.cuda.current_device() if device.index is None else device.index
             generators.append(torch.cuda.default_generators[index])
         self._state = StepState(BufferKeeper(model), generators)
+        training = [name for name, layer in batch_norms(model).items() if layer.training]
+        if training:
+            message = (
+                f"{len(training)} BatchNorm layers (first {training[0]!r}) use the statistics of each micro-batch, "
+                "not of the effective batch. Use GroupNorm, or ab.Engine(norms='exact') in a loop of your own."
+            )
+            warn_user(message, "batch_norm_by_micro_batch")
 
     def run(
         self,
@@ -167,6 +175,19 @@ def _zeros_inside(model: DistributedDataParallel) -> Iterator[None]:
         yield
     finally:
         model.module = module
+
+
+@contextmanager
+def fsdp_no_sync(model: nn.Module) -> Iterator[None]:
+    """Let backwards add to the gradients of each rank, without a reduction, in modules after FSDP2's `fully_shard`."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_requires_gradient_sync(True, recurse=False)
 
 
 def begin_step(model: nn.Module) -> None:

@@ -1,0 +1,370 @@
+"""Lightning: a callback for its `Trainer`, after which each batch of the fit loop is one effective batch.
+
+The callback replaces two methods of the fit loop: one that returns the training loader, and one that makes the closure
+of the optimizer, which now runs all micro-batches. Lightning keeps the loop, optimizer, clipping, precision,
+schedulers, logs, validation and checkpoints, and the user's module is not changed.
+
+Private names that are used, all present in Lightning 2.5 and 2.6: `_data_source` of the fit loop; `_make_closure`,
+`_training_step`, `_make_zero_grad_fn` and `_make_backward_fn` of its `automatic_optimization`;
+`LightningModule._on_before_batch_transfer`; `Trainer._results`, which `self.log` fills; `Metric._update_count`.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from anybatch.core.geometry import checked_int
+from anybatch.core.loss_kinds import Term
+from anybatch.core.tensors import widest_dtype
+from anybatch.errors import BatchSizeError, DataError, LossError, UserError
+from anybatch.integrations.divisor import ItemCounter
+from anybatch.integrations.effective_batches import Share, World, innermost_batch_sampler, share_loader
+from anybatch.integrations.host_step import HostStep, fsdp_no_sync
+
+VERSIONS = ("2.5.", "2.6.")
+
+
+class ExactSteps(pl.Callback):  # type: ignore[misc]
+    """Makes each batch of the fit loop an effective batch; the loader's batch size is that of micro-batches, at most.
+
+    Args:
+        effective_batch_size: samples of a step, over all ranks.
+        count: the items over which the loss averages, or None to find them.
+    """
+
+    def __init__(self, effective_batch_size: int, count: Term | Callable[[Any], Any] | None) -> None:
+        if not pl.__version__.startswith(VERSIONS):
+            message = f"ab.exact does not support lightning {pl.__version__}: install lightning 2.6."
+            raise UserError(message, code="lightning_version")
+        self.effective_batch_size = checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
+        self.count = count
+        self.seed = 0
+        self.saved: dict[str, int] = {}
+        self.loader: _Loader | None = None
+        self._host_step: HostStep | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ANN401 (optional package)
+        """Refuse what cannot be exact, and replace the source of the training loader."""
+        if stage == "fit":
+            _refuse(trainer, pl_module)
+            self.seed = trainer.strategy.broadcast(torch.initial_seed() % 2**32)
+            source = trainer.fit_loop._data_source  # noqa: SLF001 (see above)
+            source.dataloader = lambda: _Loader(type(source).dataloader(source), self, trainer)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401
+        """Replace the closure of the optimizer."""
+        strategy = trainer.strategy
+        no_sync = getattr(strategy, "block_backward_sync", nullcontext)
+        if isinstance(strategy, pl.strategies.ModelParallelStrategy):
+            no_sync = partial(fsdp_no_sync, strategy.model)
+        self._host_step = HostStep(strategy.model, strategy.root_device, no_sync)
+        steps = _Steps(self, trainer, pl_module, self._host_step)
+        steps.automatic._make_closure = steps.make_closure  # noqa: SLF001
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401
+        """Begin an epoch after a complete one; with `max_steps`, Lightning would resume the complete one instead."""
+        del pl_module
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        if trainer.ckpt_path and progress.current.completed >= trainer.num_training_batches:
+            progress.reset_on_run()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ANN401
+        """Restore the fit loop."""
+        del pl_module
+        if stage == "fit" and self._host_step is not None:
+            self._host_step.close()
+            vars(trainer.fit_loop._data_source).pop("dataloader")  # noqa: SLF001
+            vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop("_make_closure")
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the numbers that decide the samples of each step, for a checkpoint."""
+        return {} if self.loader is None else {"seed": self.seed, **self.loader.geometry}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Continue with the order of the samples in a checkpoint."""
+        self.saved = dict(state_dict)
+        self.seed = self.saved.pop("seed")
+        if self.loader is not None:
+            self.loader.build()
+
+
+class _Loader:
+    """The training loader: yields the first micro-batch of each effective batch, and keeps all for the closure.
+
+    Lightning moves the yielded micro-batch to the device and passes it to hooks. It adds a `DistributedSampler` only to
+    loaders of torch, so not to this one.
+    """
+
+    def __init__(self, loader: Any, callback: ExactSteps, trainer: Any) -> None:  # noqa: ANN401
+        if not isinstance(loader, DataLoader):
+            message = (
+                "ab.exact needs one torch DataLoader for training, whose samples it divides into steps, not "
+                f"{type(loader).__name__}. Join data sets with torch.utils.data.ConcatDataset."
+            )
+            raise DataError(message, code="not_one_loader")
+        self.dataset: Any = loader.dataset
+        self._user_loader, self._callback, self._trainer = loader, callback, trainer
+        self.build()
+        callback.loader = self
+
+    def build(self) -> None:
+        """Create the loader of shares, and once more when a checkpoint has set the seed."""
+        size = getattr(innermost_batch_sampler(self._user_loader), "batch_size", 1)
+        world, options = World(self._trainer.global_rank, self._trainer.world_size), self._callback
+        self._loader = share_loader(self._user_loader, options.effective_batch_size, size, world, seed=options.seed)
+        self.shares: Any = self._loader.dataset
+        self.sampler: Any = self._loader.batch_sampler  # whose `set_epoch` Lightning calls
+        self.geometry = {"effective_batch_size": options.effective_batch_size, "num_samples": len(self.dataset)}
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield from the first effective batch after Lightning's progress in the epoch.
+
+        Lightning sets the epoch and its progress after it has called this function, and before the first `next`.
+        """
+        callback, trainer = self._callback, self._trainer
+        self.sampler.num_skipped = trainer.fit_loop.epoch_loop.batch_idx + 1
+        if self.sampler.num_skipped and trainer.ckpt_path and callback.saved != self.geometry:
+            message = (
+                f"the checkpoint is from within an epoch with {callback.saved or 'other batches'}, but this run has "
+                f"{self.geometry}, so its steps have other samples. Resume from the end of an epoch."
+            )
+            raise UserError(message, code="other_effective_batches")
+        for share in self._loader:
+            self.share: Share = self.shares.at_current_size(share)
+            yield self.share.micro_batches[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing, since Lightning saves the progress; it warns about loaders without this method."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load nothing."""
+
+
+class _Steps:
+    """Runs effective batches in the closure of Lightning's optimizer."""
+
+    def __init__(self, callback: ExactSteps, trainer: Any, module: Any, host_step: HostStep) -> None:  # noqa: ANN401
+        self.automatic = trainer.fit_loop.epoch_loop.automatic_optimization
+        self.trainer, self.module, self.host_step, self._callback = trainer, module, host_step, callback
+        self.counter = ItemCounter(callback.count)
+        self.device: torch.device = trainer.strategy.root_device
+        self.metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+        self._make_closure = partial(type(self.automatic)._make_closure, self.automatic)  # noqa: SLF001
+
+    def make_closure(self, kwargs: dict[str, Any], optimizer: Any, batch_idx: int) -> Any:  # noqa: ANN401
+        """Return a closure that runs a whole effective batch, where Lightning's would run one batch."""
+        closure = self._make_closure(kwargs, optimizer, batch_idx)
+        return type(closure)(step_fn=partial(self._run, kwargs, optimizer, batch_idx))
+
+    def _run(self, kwargs: dict[str, Any], optimizer: Any, batch_idx: int) -> Any:  # noqa: ANN401
+        """Accumulate the gradient of an effective batch; return Lightning's result, with the loss of all samples."""
+        trainer, loader, is_new = self.trainer, self._callback.loader, not self.counter.items
+        _refuse_accumulation(trainer)
+        assert loader is not None
+        num_repeats, results = self.host_step.num_repeats, trainer._results  # noqa: SLF001
+        self.automatic._make_zero_grad_fn(batch_idx, optimizer)()  # noqa: SLF001
+        step = _Step(self, kwargs, loader.share, self.automatic._make_backward_fn(optimizer))  # noqa: SLF001
+        results.log = step.log.collect
+        try:
+            total = self.host_step.run(loader.share, loader.shares, step.run_micro_batch, step.undo)
+        finally:
+            del results.log
+        result = step.result()
+        step.log.write(results.log, None if step.num_items is None else step.num_items / trainer.world_size)
+        if is_new and self.counter.items:
+            self._print(f"the loss is a mean over {self.counter.items}.")
+        if self.host_step.num_repeats > num_repeats:
+            size = loader.shares.micro_batch_size
+            self._print(f"out of memory in step {trainer.global_step}: micro-batches have at most {size} samples now.")
+        if result.closure_loss is None:
+            return result
+        return dataclasses.replace(result, closure_loss=trainer.strategy.reduce(total, reduce_op="mean"))
+
+    def _print(self, line: str) -> None:
+        if self.trainer.is_global_zero:
+            print(f"anybatch: {line}", flush=True)  # noqa: T201 (for the user)
+
+    def num_items(self, batch: Any, weight: float) -> Tensor:  # noqa: ANN401
+        """Return the number of items of a micro-batch; 0 for a filler."""
+        return torch.as_tensor(self.counter(batch), dtype=widest_dtype(self.device), device=self.device) * weight
+
+    def total_items(self, share: Share) -> Tensor:
+        """Return the number of items of an effective batch, over all ranks; 1 if there are none."""
+        total = sum(map(self.num_items, share.micro_batches, share.weights), torch.zeros((), device=self.device))
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(total)
+        return torch.where(total > 0, total, 1.0)
+
+    def transferred(self, batch: Any) -> Any:  # noqa: ANN401
+        """Return a micro-batch on the device, after the hooks that Lightning calls for a batch."""
+        batch = self.trainer.precision_plugin.convert_input(batch)
+        batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)  # noqa: SLF001
+        return self.trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+class _Step:
+    """One effective batch; `kwargs` are the arguments of `training_step`, with the first micro-batch on the device."""
+
+    def __init__(self, steps: _Steps, kwargs: dict[str, Any], share: Share, backward: Callable[[Tensor], None]) -> None:
+        self.log = _StepLog()
+        self.num_items = steps.total_items(share) if steps.counter.items else None
+        self._steps, self._kwargs, self._backward = steps, kwargs, backward
+        self._first = share.micro_batches[0]
+        self._results: list[Any] = []
+        self._restore_metrics = _restoring(steps.metrics)
+
+    def run_micro_batch(self, batch: Any, weight: float, share: Share) -> Tensor:  # noqa: ANN401
+        """Run forward and backward of a micro-batch; return its part in the loss of the step, times the ranks."""
+        steps, counter = self._steps, self._steps.counter
+        inputs = self._kwargs["batch"] if batch is self._first else steps.transferred(batch)
+        restore = _restoring([] if weight else steps.metrics)
+        result = steps.automatic._training_step({**self._kwargs, "batch": inputs})  # noqa: SLF001
+        restore()
+        self._results.append(result)
+        loss = result.closure_loss
+        if loss is None:
+            self.log.micro_batches.append((torch.tensor(weight), weight))
+            return torch.zeros((), device=steps.device)
+        if not counter.is_found:
+            steps.host_step.check_other_ranks()  # before `observe` communicates
+        counter.observe(loss, batch)
+        if counter.items and self.num_items is None:
+            self.num_items = steps.total_items(share)
+        # No rank has had any items if their kind is unknown. The mean over no items is NaN, and is left out.
+        items = steps.num_items(batch, weight) if counter.items else torch.zeros((), device=steps.device)
+        factor = items * steps.trainer.world_size / (1.0 if self.num_items is None else self.num_items)
+        scaled: Tensor = torch.where(items > 0, loss, loss.nan_to_num(0.0)) * factor
+        self._backward(scaled)
+        self.log.micro_batches.append((items, weight))
+        return scaled
+
+    def undo(self) -> None:
+        """Forget an attempt that ran out of memory."""
+        self._results, self.log.calls, self.log.micro_batches = [], {}, []
+        self._restore_metrics()
+
+    def result(self) -> Any:  # noqa: ANN401
+        """Return the result of the last micro-batch.
+
+        Raises:
+            LossError: only a part of the micro-batches has a loss.
+        """
+        skipped = sum(result.closure_loss is None for result in self._results)
+        if skipped not in {0, len(self._results)}:
+            message = (
+                f"training_step returned None for {skipped} of {len(self._results)} micro-batches of a step, but the "
+                "others are already divided by the items of all. Return a loss without targets, or filter the data."
+            )
+            raise LossError(message, code="skipped_micro_batch")
+        return self._results[-1]
+
+
+class _StepLog:
+    """Collects what `self.log` receives in the micro-batches of a step, and logs it once: means over items, or sums."""
+
+    def __init__(self) -> None:
+        self.calls: dict[tuple[str, str], list[tuple[int, Any, dict[str, Any]]]] = {}  # by hook and name
+        self.micro_batches: list[tuple[Tensor, float]] = []  # items, and the weight: 0 for a filler
+
+    def collect(self, hook: str, name: str, value: Any, **options: Any) -> None:  # noqa: ANN401
+        """Keep a value and the number of its micro-batch."""
+        value = value.detach() if isinstance(value, Tensor) else value
+        self.calls.setdefault((hook, name), []).append((len(self.micro_batches), value, options))
+
+    def write(self, log: Callable[..., None], items_per_rank: Tensor | None) -> None:
+        """Log each name once, in the order of the first calls, so that ranks communicate in the same order."""
+        for (hook, name), calls in self.calls.items():
+            _, value, options = calls[-1]
+            if isinstance(value, Tensor):
+                value, size = self._reduced(calls, items_per_rank if options["sync_dist"] else None)
+                options = {**options, "batch_size": size}
+            log(hook, name, value, **options)
+
+    def _reduced(self, calls: list[Any], items_per_rank: Tensor | None) -> tuple[Tensor, Any]:
+        """Return the value of a step on this rank, and its weight in means over steps and ranks."""
+        reduce_fx, size = calls[-1][2]["reduce_fx"], calls[-1][2]["batch_size"]
+        name = getattr(reduce_fx, "__name__", reduce_fx)
+        counted = [call for call in calls if self.micro_batches[call[0]][1]] or calls
+        values = torch.stack([value for _, value, _ in counted])
+        if name in {"sum", "min", "max"}:
+            return getattr(torch, name)(values), size
+        sizes = torch.stack([self.micro_batches[number][0] for number, _, _ in counted])
+        if size is not None:
+            given = [options["batch_size"] * self.micro_batches[number][1] for number, _, options in counted]
+            sizes = sizes.new_tensor(given)
+        # With the items of all ranks, a mean over ranks is that over all items, even if their numbers differ.
+        total = sizes.sum() if size is not None or items_per_rank is None else items_per_rank
+        value = torch.where(sizes > 0, values * sizes, 0.0).sum() / torch.where(total > 0, total, 1.0)
+        return value.to(values.dtype), total
+
+
+def _restoring(metrics: list[Metric]) -> Callable[[], None]:
+    """Return a function that gives metrics the state that they have now."""
+    states = [(metric, _copied(metric.metric_state), metric._update_count) for metric in metrics]  # noqa: SLF001
+
+    def restore() -> None:
+        for metric, state, update_count in states:
+            vars(metric).update(_copied(state), _update_count=update_count, _computed=None)
+
+    return restore
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else list(value) for name, value in state.items()}
+
+
+def _refuse_accumulation(trainer: Any) -> None:  # noqa: ANN401
+    if trainer.accumulate_grad_batches != 1:
+        message = (
+            f"accumulate_grad_batches is {trainer.accumulate_grad_batches}, but effective_batch_size= sets the number "
+            "of micro-batches of a step. Set it to 1."
+        )
+        raise UserError(message, code="accumulate_grad_batches")
+
+
+def _refuse(trainer: Any, module: Any) -> None:  # noqa: ANN401
+    if not isinstance(trainer, pl.Trainer):
+        message = (
+            f"ab.exact returns a callback of the package lightning, but the trainer is of {type(trainer).__module__}. "
+            "Write `import lightning as L` instead of `import pytorch_lightning`."
+        )
+        raise UserError(message, code="pytorch_lightning")
+    _refuse_accumulation(trainer)
+    strategy, ranks, known = trainer.strategy, trainer.world_size, pl.strategies
+    is_known = isinstance(strategy, (known.SingleDeviceStrategy, known.DDPStrategy, known.ModelParallelStrategy))
+    is_other = not is_known or strategy.handles_gradient_accumulation or strategy.root_device.type == "xla"
+    changing = ("GradientAccumulationScheduler", "BatchSizeFinder", "StochasticWeightAveraging")
+    names = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
+    replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", ranks)
+    reasons = {
+        "manual_optimization": "the module optimizes manually. Step an ab.Engine in training_step, see "
+        "docs/your_loop.md#inside-lightning" * (not module.automatic_optimization),
+        "dataloader_iter": "training_step loads its own batches. Let it take a batch instead of dataloader_iter"
+        * ("dataloader_iter" in inspect.signature(module.training_step).parameters),
+        "unsupported_strategy": f"{type(strategy).__name__} is not supported. Use strategy='ddp', or "
+        "ModelParallelStrategy with fully_shard" * is_other,
+        "tensor_parallel": f"{ranks} ranks have {replicas} copies of the model, so several ranks have the same "
+        "samples. Use ModelParallelStrategy(tensor_parallel_size=1)" * (replicas != ranks),
+        "accumulation_callback": f"{', '.join(changing)} change the size of a step. Remove them; after an "
+        "out-of-memory error, micro-batches are halved automatically" * bool(names.intersection(changing)),
+        "overfit_batches": "overfit_batches changes the order of samples. Use limit_train_batches without shuffling"
+        * bool(trainer.overfit_batches),
+    }
+    for code, reason in reasons.items():
+        if reason:
+            message = f"ab.exact: {reason}."
+            raise UserError(message, code=code)
