@@ -35,7 +35,7 @@ NO_WORKERS = {"dataloader_num_workers": 0, "dataloader_persistent_workers": Fals
 LIMITS = {"disable_tqdm": True, "max_grad_norm": 0.0, "num_train_epochs": 1, "max_steps": -1}
 ADVICE = {
     "batch_norm": ("BatchNorm uses the statistics of each micro-batch.", "use one micro-batch per step, or GroupNorm."),
-    "couples_samples": ("The loss compares samples.", "use one micro-batch per step; see also ab.joint."),
+    "couples_samples": ("The loss compares samples.", "use one micro-batch per step, or integrations.Joint."),
     "unexplained": ("It is changed between the backward and the update.", "look at training_step and callbacks."),
 }
 

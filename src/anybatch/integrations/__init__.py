@@ -8,8 +8,9 @@ from typing import Any, TypeVar, overload
 
 from anybatch.core.loss_kinds import Term
 from anybatch.errors import UserError
+from anybatch.integrations.sentence_transformers import Joint
 
-__all__ = ["exact"]
+__all__ = ["Joint", "exact"]
 
 Trainer = TypeVar("Trainer")
 
