@@ -111,6 +111,32 @@ def test_losses_in_float32_are_reported(tmp_path: Path) -> None:
     assert torch.Tensor.float is as_float
 
 
+class Fused(nn.Module):
+    """A classifier that adds products in float32, as the kernels of TRL do, so `float()` must not return float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Embedding(64, 8), nn.Linear(8, 3)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
+        """Return the loss."""
+        hidden, zeros = (
+            (self.layer(input_ids) * attention_mask[..., None]).sum(1),
+            torch.zeros(len(labels), 3, dtype=torch.float32),
+        )
+        return {"loss": F.cross_entropy(torch.addmm(zeros, hidden.float(), self.head.weight.float().T), labels)}
+
+
+def test_kernels_that_need_float32(tmp_path: Path) -> None:
+    """A model that fails with losses in float64 is checked with losses in float32."""
+    report = check_made_trainer(lambda: make_trainer(Head(Fused, classified), tmp_path))
+
+    assert report.precision == "float64, but the model computes its loss in float32"
+    assert [finding.code for finding in report.findings] == ["mean_of_means"]
+    assert report.exact is not None
+    assert report.exact.verdict == "equal up to rounding"
+
+
 def test_dropout_is_fixed(tmp_path: Path) -> None:
     """Dropout does not depend on the split, so gradients can be compared."""
     options = {**BERT, "hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2, "num_labels": 3}

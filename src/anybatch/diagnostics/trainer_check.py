@@ -8,7 +8,7 @@ import contextlib
 import copy
 import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -27,15 +27,14 @@ from anybatch.errors import UserError
 from anybatch.integrations import exact
 
 WEIGHT_TOLERANCE = 1e-3
-MAX_NUMBERS = 1_000_000
-"""Numbers of each gradient from which the weights of micro-batches are computed."""
+MAX_NUMBERS = 1_000_000  # of each gradient, to compute the weights of micro-batches
 NEVER = dict.fromkeys(("save_strategy", "eval_strategy", "logging_strategy"), "no")
 OFF = dict.fromkeys(("eval_on_start", "load_best_model_at_end", "push_to_hub", "torch_compile"), False)
 NO_WORKERS = {"dataloader_num_workers": 0, "dataloader_persistent_workers": False, "dataloader_prefetch_factor": None}
 LIMITS = {"disable_tqdm": True, "max_grad_norm": 0.0, "num_train_epochs": 1, "max_steps": -1}
 ADVICE = {
     "batch_norm": ("BatchNorm uses the statistics of each micro-batch.", "use one micro-batch per step, or GroupNorm."),
-    "couples_samples": ("The loss compares samples.", "use one micro-batch per step, or integrations.Joint."),
+    "couples_samples": ("The loss compares samples, or uses padding.", "use one micro-batch per step, or Joint."),
     "unexplained": ("It is changed between the backward and the update.", "look at training_step and callbacks."),
 }
 
@@ -106,8 +105,7 @@ class _Twin:
 
     def _gradient(self, batch: Any) -> Gradients:  # noqa: ANN401
         self.model.zero_grad()
-        device = self.trainer.args.device
-        loss = self._compute_loss(self.model, map_tensors(batch, lambda tensor: tensor.to(device)))
+        loss = self._compute_loss(self.model, map_tensors(batch, lambda t: t.to(self.trainer.args.device)))
         self.loss_dtype = loss.dtype
         loss.backward()
         return self._gradients()
@@ -126,8 +124,7 @@ class _Twin:
         solutions = []
         for gradient in map(self._numbers, gradients):
             weights = torch.linalg.lstsq(columns, gradient[:, None], driver="gelsd").solution.flatten()
-            is_sum = (columns @ weights - gradient).norm() <= WEIGHT_TOLERANCE * gradient.norm()
-            solutions.append(weights if is_sum else None)
+            solutions.append(weights if _near(columns @ weights, gradient) else None)
         return solutions
 
     def _numbers(self, gradients: Gradients) -> Tensor:
@@ -141,25 +138,33 @@ def _same(one: Any, other: Any) -> bool:  # noqa: ANN401
     return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
-def check_trainer(trainer: Any) -> CheckReport:  # noqa: ANN401
-    """Return the report on a trainer of transformers, as `check` does; the trainer does not change."""
+def check_trainer(trainer: Any, *, losses_in_float64: bool = False) -> CheckReport:  # noqa: ANN401
+    """Return the report on a transformers trainer; `losses_in_float64`: `Tensor.float()` returns float64 meanwhile."""
     if not any(kind.__module__.startswith("transformers.") for kind in type(trainer).__mro__):
-        message = (
-            f"ab.check takes a Trainer of transformers, not {type(trainer).__name__}; for a model, also give the loss "
-            "and a batch: ab.check(model, loss, batch)."
-        )
+        message = f"give ab.check a model, a loss and a batch, or a transformers Trainer, not {type(trainer).__name__}."
         raise UserError(message, code="unsupported_trainer")
     if trainer.args.world_size > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         message = "ab.check(trainer) runs in one process, without DeepSpeed and FSDP: do not start it by torchrun."
         raise UserError(message, code="several_ranks")
-    devices = [trainer.args.device] if trainer.args.device.type == "cuda" else []
+    devices, reason = [trainer.args.device] if trainer.args.device.type == "cuda" else [], ""
     with preserved_random_state(), torch.random.fork_rng(devices=devices), contextlib.redirect_stdout(io.StringIO()):
-        try:
-            return _check(trainer, torch.float64)
-        except (RuntimeError, TypeError, NotImplementedError) as error:
-            reason = str(error).splitlines()[0][:100]
+        for context in (_float_is_double, contextlib.nullcontext)[not losses_in_float64 :]:
+            try:
+                with context():
+                    return _check(trainer, torch.float64)
+            except (RuntimeError, TypeError, NotImplementedError) as error:
+                reason = str(error).splitlines()[0][:100]
         report = _check(trainer, None)
         return replace(report, precision=f"{report.precision}, because in float64: {reason}")
+
+
+@contextlib.contextmanager
+def _float_is_double() -> Iterator[None]:
+    as_float, Tensor.float = Tensor.float, Tensor.double  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.float = as_float  # type: ignore[method-assign]
 
 
 def _check(trainer: Any, dtype: torch.dtype | None) -> CheckReport:  # noqa: ANN401
@@ -169,10 +174,8 @@ def _check(trainer: Any, dtype: torch.dtype | None) -> CheckReport:  # noqa: ANN
         exact(twin.trainer)
         return replace(report, exact=_report(twin))
     except UserError as error:
-        if error.code == "already_exact":
-            return report
         refusal = CheckFinding(code="refused", observation=f"{error}", change="")
-        return replace(report, findings=(*report.findings, refusal))
+        return report if error.code == "already_exact" else replace(report, findings=(*report.findings, refusal))
 
 
 def _report(twin: _Twin) -> CheckReport:
@@ -257,22 +260,18 @@ def _copied(trainer: Any) -> Any:  # noqa: ANN401
 
 
 def check_made_trainer(make: Callable[[], Any]) -> CheckReport:
-    """Check the trainer that a function returns, or the first one that it trains; only for the process of a command.
-
-    Models that compute their loss in float32, by `logits.float()`, compute it in float64.
-    """
-    trainer_class, as_float = import_module("transformers").Trainer, Tensor.float
-    train, started = trainer_class.train, []
+    """Check the trainer that a function returns, or the first one that it trains; only for the process of a command."""
+    trainer_class, started = import_module("transformers").Trainer, []
+    train = trainer_class.train
 
     def stop(trainer: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
         started.append(trainer)
         raise LoopStopped
 
+    trainer_class.train = stop
     try:
-        trainer_class.train = stop
         with contextlib.suppress(LoopStopped):
             started.append(make())
-        trainer_class.train, Tensor.float = train, Tensor.double  # type: ignore[method-assign]
-        return check_trainer(started[0])
     finally:
-        trainer_class.train, Tensor.float = train, as_float  # type: ignore[method-assign]
+        trainer_class.train = train
+    return check_trainer(started[0], losses_in_float64=True)
