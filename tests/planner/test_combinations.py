@@ -1,5 +1,6 @@
 """Combinations of changes that make a step fit, and the limits of a plan."""
 
+import ast
 import dataclasses
 import json
 from collections.abc import Iterable
@@ -37,7 +38,7 @@ from anybatch.planner.fit import (
     simplest_of_the_fastest,
 )
 from anybatch.planner.plan import Plan, as_json, make_plan
-from anybatch.planner.stand_ins import AdamW8bit, FourBitLinear, LoraLinear, linear_layers
+from anybatch.planner.stand_ins import AdamW8bit, FourBitLinear, LoraLinear, adapter_lines, linear_layers
 from anybatch.planner.step_spec import StepSpec, built
 from anybatch.planner.step_time import StepSeconds
 from anybatch.planner.step_trace import trace_step
@@ -325,6 +326,29 @@ def test_adapters_only_for_called_layers() -> None:
     ready, _ = built(changed(spec, [change]))
     adapters = [name for name, one in ready.trained.model.named_modules() if isinstance(one, LoraLinear)]  # type: ignore[union-attr]
     assert adapters == ["0.up", "1.up", "2.up"]
+
+
+class Deep(nn.Module):
+    """A block whose linear layers have common names, at two depths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.ff = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+
+def test_names_of_adapted_layers_are_short_and_match_no_other_layer() -> None:
+    """The written names are the shortest endings, and peft would find exactly the layers of the plan by them."""
+    model = nn.ModuleDict(
+        {"blocks": nn.ModuleList(Deep() for _ in range(3)), "head": nn.ModuleDict({"proj": nn.Linear(WIDTH, 4)})}
+    )
+    lines = adapter_lines(model, 2, {})
+    endings = ast.literal_eval(lines[1].removeprefix("layers = "))
+    expected = {f"blocks.{block}.{name}" for block in range(3) for name in ("to_q", "proj", "ff.0", "ff.2")}
+    matched = {name for name, _ in model.named_modules() if any(name.endswith(f".{end}") for end in endings)}
+
+    assert matched == expected
+    assert endings == ["to_q", "0.proj", "ff.0", "ff.2", "1.proj", "2.proj"]
 
 
 @pytest.mark.parametrize(("link", "added"), [(1e9, True), (1e15, False)])

@@ -176,9 +176,8 @@ def linear_layers(modules: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
 
 
 def adapter_lines(model: nn.Module, rank: int, called: Mapping[str, str]) -> list[str]:
-    """Return the code that adds peft's adapters to `linear_layers`; peft matches the ends of their names."""
-    names = dict.fromkeys(path for _, path, _ in linear_layers(model))
-    shown = wrap(repr(list(names)), 88, break_long_words=False, break_on_hyphens=False)
+    """Return the code that adds peft's adapters to `linear_layers`."""
+    shown = wrap(repr(_shared_endings(model)), 88, break_long_words=False, break_on_hyphens=False)
     # peft finds the linear layers of transformers models.
     targets, layers = "'all-linear'", []
     if not called:
@@ -189,6 +188,17 @@ def adapter_lines(model: nn.Module, rank: int, called: Mapping[str, str]) -> lis
         f"adapters = LoraConfig(r={rank}, lora_alpha={2 * rank}, target_modules={targets})",
         "model = get_peft_model(model, adapters)",
     ]
+
+
+def _shared_endings(model: nn.Module) -> list[str]:
+    """Return the shortest endings of the names of `linear_layers` that no other module has, since peft matches ends."""
+    chosen = {id(layer) for _, _, layer in linear_layers(model)}
+    endings = {
+        name: [name.split(".", n)[-1] for n in range(name.count("."), -1, -1)] for name, _ in model.named_modules()
+    }
+    others = {ending for name, module in model.named_modules() if id(module) not in chosen for ending in endings[name]}
+    names = [name for name, module in model.named_modules() if id(module) in chosen]
+    return list(dict.fromkeys(next((e for e in endings[name] if e not in others), name) for name in names))
 
 
 def four_bit_lines(model: nn.Module, called: Mapping[str, str]) -> list[str]:
