@@ -19,16 +19,7 @@ from anybatch.core.tree import copied
 from anybatch.errors import BatchSizeError, UserError
 from anybatch.integrations.host_step import reduce_gradients
 
-Item = tuple[int, dict[str, Any]]
-"""The seed of a micro-batch, and its features of one column."""
-
-
-class _Given(nn.Module):
-    """Stands in for the model of a loss, whose features already contain the embeddings."""
-
-    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
-        """Return the features."""
-        return features
+Item = tuple[int, dict[str, Any]]  # the seed of a micro-batch, and its features of one column
 
 
 class Joint(nn.Module):
@@ -38,8 +29,8 @@ class Joint(nn.Module):
         SentenceTransformerTrainer(model, args, train_dataset=data, loss=loss).train()
 
     The gradient is that of one forward and backward of the samples of all ranks; only dropout draws other numbers. Set
-    `per_device_train_batch_size` to the samples of a rank, without accumulation. Every sample runs twice, and only the
-    graph of one micro-batch is in memory. `CachedMultipleNegativesRankingLoss` has the same gradient on one rank;
+    `per_device_train_batch_size` to the samples of a rank, without accumulation. Memory holds the graph of one
+    micro-batch, and each sample runs twice. `CachedMultipleNegativesRankingLoss` has the same gradient on one rank;
     `Joint` takes any loss that uses only sentence embeddings, on any number of ranks. Evaluation is not changed.
 
     Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021, section 3.
@@ -50,7 +41,6 @@ class Joint(nn.Module):
 
     Raises:
         UserError: the loss has no model, has a gradient cache or a guide model, or gathers embeddings.
-        BatchSizeError: the micro-batch size is not a positive whole number.
     """
 
     uses_gradient_cache = True  # wrapping losses ask for it: the second pass runs in the backward
@@ -131,8 +121,8 @@ class Joint(nn.Module):
         return embeddings
 
     def _loss_of(self, embeddings: list[Tensor], labels: Tensor | None) -> Tensor:
-        """Return the loss of these embeddings: its model is replaced for the call."""
-        models, given = [getattr(part, name) for part, name in self._places], _Given()
+        """Return the loss of these embeddings, which it receives as features and as the outputs of its model."""
+        models, given = [getattr(part, name) for part, name in self._places], nn.Identity()
         try:
             for part, name in self._places:
                 setattr(part, name, given)
