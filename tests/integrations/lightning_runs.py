@@ -49,9 +49,10 @@ def collate(rows: Sequence[Sample]) -> Sample:
     return {"words": padded("words", 0), "labels": padded("labels", -100), "kind": kinds}
 
 
-def loader(**options: Any) -> DataLoader[Any]:
+def loader(rows: Any = None, **options: Any) -> DataLoader[Any]:
     """Return a loader of micro-batches."""
-    return DataLoader(samples(), collate_fn=collate, **{"batch_size": MICRO, "shuffle": True, **options})  # type: ignore[arg-type]
+    dataset: Any = samples() if rows is None else rows
+    return DataLoader(dataset, collate_fn=collate, **{"batch_size": MICRO, "shuffle": True, **options})
 
 
 def over_tokens(net: nn.Module, batch: Sample) -> Tensor:
@@ -104,6 +105,7 @@ class Module(pl.LightningModule):  # type: ignore[misc]
         super().__init__()
         self.net = make_net(dtype)
         self.loss, self.lr, self.fail_at, self.sync_dist, self.shard = LOSSES[loss], lr, fail_at, sync_dist, shard
+        self.samples = samples()
         self.calls = 0
         self.seen: set[int] = set()
         self.errors: list[float] = []
@@ -148,7 +150,7 @@ class Module(pl.LightningModule):  # type: ignore[misc]
         twin = make_net(self.net[1].weight.dtype)  # type: ignore[arg-type]
         twin.load_state_dict({name: full(value) for name, value in self.net.state_dict().items()})
         with torch.enable_grad():
-            loss = self.loss(twin, collate([samples()[number] for number in self.ids[-1]]))
+            loss = self.loss(twin, collate([self.samples[number] for number in self.ids[-1]]))
             loss.backward()
         found = {name: full(p.grad) for name, p in self.net.named_parameters() if p.grad is not None}
         self.errors.append(relative_error(found, {name: p.grad for name, p in twin.named_parameters()}))

@@ -15,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 import anybatch as ab
 from anybatch.errors import BatchSizeError, DataError, DoesNotFitError, LossError, UserError
 from anybatch.testing import run_ranks
+from tests.architecture.leak_police import new_groups, take_snapshot
 from tests.extras import skip_without
 from tests.raising import raises, warns
 from tests.ranks_fixture import selected
@@ -50,6 +51,7 @@ pytestmark = [
 ]
 BOUND = 1e-14
 SEED = 3
+MEAN_NUMBER = sum(range(NUM_SAMPLES)) / NUM_SAMPLES
 
 
 @pytest.fixture(autouse=True)
@@ -211,7 +213,21 @@ def test_out_of_memory(fail_at: tuple[int, int, str] | None) -> None:
     assert [outputs["size"] for outputs in module.outputs][-1] == 1
     assert max(module.batches) <= MICRO
     assert (logged["samples"], logged["maximum"]) == (1, ids[2][0])
-    assert logged["metric"] == sum(range(NUM_SAMPLES)) / NUM_SAMPLES
+    assert logged["metric"] == MEAN_NUMBER
+    expected = LOSSES["tokens"](make_net(), collate(samples())).item()
+    assert logged["train_loss_epoch"] == pytest.approx(expected, rel=BOUND)
+
+
+def test_a_micro_batch_without_targets_adds_nothing() -> None:
+    """The loss of a micro-batch without targets is NaN and left out, also in the logs."""
+    module = Module()
+    for number in range(0, NUM_SAMPLES, 2):
+        module.samples[number]["labels"].fill_(-100)
+    trainer = seeded_fit(module, data=loader(module.samples, batch_size=1), size=9)
+
+    assert max(module.errors) < BOUND
+    assert float(trainer.callback_metrics["train_loss_step"]) == pytest.approx(module.losses[-1], rel=BOUND)
+    assert [float(outputs["loss"]) for outputs in module.outputs] == pytest.approx(module.losses, rel=BOUND)
 
 
 def test_a_sample_that_does_not_fit() -> None:
@@ -547,6 +563,7 @@ FAILURES = {
 }
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": lambda: "ddp",
+    "metrics": lambda: "ddp",
     "unused parameters": lambda: "ddp_find_unused_parameters_true",
     "FSDP2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
     "FSDP2, bfloat16": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
@@ -559,7 +576,8 @@ def fit_on_a_rank(name: str) -> dict[str, Any]:
     options["strategy"] = STRATEGIES.get(name, STRATEGIES["ddp"])()
     options["precision"] = "bf16-mixed" if is_bf16 else "32-true"
     dtype = torch.float32 if is_bf16 else torch.float64
-    module = Module(sync_dist=True, fail_at=FAILURES.get(name), shard=is_sharded, dtype=dtype)
+    kind = Logging if name == "metrics" else Module
+    module, before = kind(sync_dist=True, fail_at=FAILURES.get(name), shard=is_sharded, dtype=dtype), take_snapshot()
     trainer = seeded_fit(module, max_epochs=2, **options)
     return {
         "error": max(module.errors),
@@ -569,6 +587,8 @@ def fit_on_a_rank(name: str) -> dict[str, Any]:
         "logged": float(trainer.callback_metrics["train_loss_step"]) / module.losses[-1],
         "kind": type(module.net[1].weight.data).__name__,
         "calls": module.calls,
+        "metric": float(trainer.callback_metrics.get("metric", MEAN_NUMBER)),
+        "groups": [] if is_sharded else new_groups(before),  # a mesh of Lightning has groups
     }
 
 
@@ -593,7 +613,7 @@ def test_two_ranks(name: str, outcomes: list[dict[str, dict[str, Any]]]) -> None
         bound = 2e-2 if name.endswith("bfloat16") else BOUND
         assert outcome["error"] < bound
         assert outcome["ids"] == epochs(2)
-        assert outcome["steps"] == 6
+        assert (outcome["steps"], outcome["metric"], outcome["groups"]) == (6, MEAN_NUMBER, [])
         assert outcome["kind"] == ("DTensor" if name.startswith("FSDP2") else "Tensor")
         assert [*outcome["losses"], outcome["logged"]] == pytest.approx([1.0] * 7, rel=bound)
         assert (outcome["calls"] > 14) == (name in FAILURES)

@@ -6,7 +6,8 @@ schedulers, logs, validation and checkpoints, and the user's module is not chang
 
 Private names that are used, all present in Lightning 2.5 and 2.6: `_data_source` of the fit loop; `_make_closure`,
 `_training_step`, `_make_zero_grad_fn` and `_make_backward_fn` of its `automatic_optimization`;
-`LightningModule._on_before_batch_transfer`; `Trainer._results`, which `self.log` fills; `_update_count` and `_computed` of metrics.
+`LightningModule._on_before_batch_transfer`; `Trainer._results`, which `self.log` fills; `_update_count` and `_computed`
+of metrics.
 """
 
 import dataclasses
