@@ -1,10 +1,7 @@
 """`ab.exact(trainer)`: every step of a Trainer has the gradient of its samples as one batch."""
 
 import inspect
-import os
-import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +14,12 @@ import anybatch as ab
 from anybatch.core.tensors import relative_error
 from anybatch.errors import LossError, UserError
 from anybatch.testing import run_ranks
-from tests.integrations.heads import HEADS, Head, Sample, classified, collate, hf, question, samples_of
+from tests.integrations.heads import HEADS, Head, Sample, classified, collate, hf, question
+from tests.integrations.trainer_runs import Gradients, Run, join_ranks
 from tests.raising import raises
 
 pytest.importorskip("accelerate", reason="needs the extra anybatch[transformers]")
 
-NUM_SAMPLES = 29
-MICRO_BATCH_SIZE = 3
-STEPS = 4
 BOUND = 1e-14
 EXPECTED = {  # the items of the loss, whether it divides by num_items_in_batch, and whether the Trainer alone is exact
     "Llama": ("shifted tokens", True, True),
@@ -49,78 +44,12 @@ CHECKPOINTING = (
     if "activation_checkpointing" in inspect.signature(hf.TrainingArguments).parameters
     else "gradient_checkpointing"
 )
-Gradients = dict[str, torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
 def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let models compute their losses in float64: they call `logits.float()`."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-
-def gradients(model: nn.Module) -> Gradients:
-    """Return copies of all gradients."""
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-class Run:
-    """A training run of a small model, with the gradients of its steps and the samples it has seen."""
-
-    def __init__(self, head: Head, folder: Path, trainer_class: type[Any] | None = None, **options: Any) -> None:
-        torch.manual_seed(1)
-        self.head, self.model = head, head.model().double()
-        self.initial = {name: value.clone() for name, value in self.model.state_dict().items()}
-        self.samples, self.seen, self.steps = samples_of(head, NUM_SAMPLES), [], []  # type: ignore[var-annotated]
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
-        optimizer.register_step_pre_hook(lambda *_: self.steps.append(gradients(self.model)))
-        arguments = {
-            "per_device_train_batch_size": MICRO_BATCH_SIZE,
-            "gradient_accumulation_steps": STEPS,
-            "num_train_epochs": 1,
-            "use_cpu": True,
-            "max_grad_norm": 0.0,
-            "remove_unused_columns": False,
-            "report_to": [],
-            "save_strategy": "no",
-            "logging_steps": 1,
-            "disable_tqdm": True,
-        }
-        of_trainer = {key: options.pop(key) for key in ("compute_loss_func",) if key in options}
-        self.trainer = (trainer_class or hf.Trainer)(
-            self.model,
-            hf.TrainingArguments(str(folder), **{**arguments, **options}),
-            partial(collate, seen=self.seen),
-            self.samples,
-            optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)),
-            **of_trainer,
-        )
-
-    def losses(self) -> list[float]:
-        """Return the logged losses."""
-        return [entry["loss"] for entry in self.trainer.state.log_history if "loss" in entry]
-
-    def windows(self) -> list[list[Sample]]:
-        """Return the samples of each step."""
-        numbers, args = self.seen, self.trainer.args
-        assert args.world_size > 1 or sorted(numbers) == list(range(NUM_SAMPLES))
-        size = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        mine = [[self.samples[one] for one in numbers[start : start + size]] for start in range(0, len(numbers), size)]
-        if args.world_size == 1:
-            return mine
-        of_ranks: list[Any] = [None] * args.world_size
-        dist.all_gather_object(of_ranks, mine)
-        return [[sample for window in windows for sample in window] for windows in zip(*of_ranks, strict=True)]
-
-    def worst_error(self, loss: Callable[[nn.Module, Sample], torch.Tensor] | None = None) -> float:
-        """Return the largest relative error of a step's gradient against its samples in one batch."""
-        errors = []
-        for found, window in zip(self.steps, self.windows(), strict=True):
-            model = self.head.model().double().train()
-            model.load_state_dict(self.initial)
-            batch = collate(window)
-            (loss(model, batch) if loss else model(**batch).loss).backward()
-            errors.append(relative_error(found, gradients(model)))
-        return max(errors)
 
 
 @pytest.mark.slow
@@ -141,11 +70,7 @@ def test_steps_have_the_gradient_of_one_batch(name: str, tmp_path: Path, capsys:
 
 def errors_on_a_rank(names: Sequence[str], folder: Path) -> dict[str, float]:
     """Train each model on every rank, and return its largest error."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # accelerate asks for them, but the group exists
-    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
-    warnings.simplefilter("ignore")  # of accelerate and DDP
+    join_ranks()
     errors = {}
     for name in names:
         run = Run(HEADS[name], folder, ddp_backend="gloo")

@@ -39,8 +39,14 @@ def exact(
     arguments, logs and checkpoints. Only the factor of each micro-batch's loss changes: with accumulation, padding,
     masked tokens or several ranks, the trainer's own factor is wrong for many models.
 
-        trainer = ab.exact(Trainer(model, args, train_dataset=data))
+        trainer = ab.exact(Trainer(model, args, train_dataset=data), effective_batch_size=512)
         trainer.train()
+
+    With `effective_batch_size`, a step of the trainer is one effective batch: epochs, `max_steps`, logs, callbacks and
+    checkpoints count such steps. The last step of an epoch has the remaining samples, and no sample is repeated.
+    `per_device_train_batch_size` is the maximum size of a micro-batch; after an out-of-memory error on any rank, all
+    ranks repeat the step with half the size. `gradient_accumulation_steps` becomes 1, and callbacks' `on_substep_end`
+    is not called. The order of samples depends on `data_seed` (or `seed`), so a run resumes on any number of ranks.
 
     For Lightning, `ab.exact(effective_batch_size=512)` returns a callback, see `anybatch.integrations.lightning`:
 
@@ -52,7 +58,7 @@ def exact(
 
     Args:
         trainer: the trainer, before `train()`. It is changed in place. None returns a callback for Lightning.
-        effective_batch_size: samples of a step over all ranks, for Lightning.
+        effective_batch_size: samples of a step over all ranks; None keeps a `Trainer`'s batches and accumulation.
         count: the items that the loss averages over, where they cannot be found out: `ab.tokens(shift=False)`,
             `ab.samples()`, or a function of a micro-batch that returns their number.
 
@@ -62,13 +68,15 @@ def exact(
     Raises:
         UserError: the trainer's library is not supported, or one of its options makes an exact step impossible.
         LossError: in the first step, if the loss is no sum or mean over items that can be counted.
+        DataError: in `train()`, if `effective_batch_size` is given for an iterable data set or a custom batch sampler.
+        DoesNotFitError: in `train()`, if a single sample does not fit into memory.
     """
     if trainer is None:
         return _lightning_callback(effective_batch_size, count)
     if any(kind.__module__.startswith("transformers.") for kind in type(trainer).__mro__):
         from anybatch.integrations.transformers import make_exact  # noqa: PLC0415 (imported only when used)
 
-        make_exact(trainer, count)
+        make_exact(trainer, count, effective_batch_size)
         return trainer
     message = (
         f"ab.exact(trainer) takes a Trainer of transformers or a subclass, such as TRL's SFTTrainer, not "

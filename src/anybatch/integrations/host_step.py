@@ -214,3 +214,13 @@ def reduce_gradients(model: nn.Module) -> None:
         parameters = [parameter for parameter in parameters if parameter.grad is not None] or parameters[:1]
     with _zeros_inside(model):
         model(parameters).backward()
+
+
+def gather_ragged(gather: Callable[[Tensor], Tensor], tensor: Tensor, *, counts: bool) -> Tensor:
+    """Gather rows over ranks whose numbers of rows differ; a rank contributes none unless its micro-batch counts."""
+    rows = torch.atleast_1d(tensor)[: None if counts else 0]
+    lengths = gather(torch.tensor([len(rows)], device=tensor.device)).tolist()
+    padded = rows.new_zeros(max(lengths), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    parts = gather(padded).split(max(lengths))
+    return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
