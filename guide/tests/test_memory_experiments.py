@@ -1,6 +1,7 @@
 """Memory numbers of the guide equal independent counts of tensors, and its out-of-memory errors are real."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from anybatch.memory.trace import ORDER, timeline
-from anybatch_guide.experiments import memory_accumulation, memory_limit
+from anybatch_guide.experiments import memory_accumulation, memory_limit, split_times
 from anybatch_guide.memory.accumulated import AccumulationConfig, measure_accumulated
 from anybatch_guide.memory.plain_step import trace_plain_step, try_plain_step
 from anybatch_guide.memory.small import ACCUMULATED, SMALL_MODELS, TRANSFORMER, SmallModel
@@ -122,3 +123,23 @@ def test_progress_only_grows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert [line["done"] for line in lines] == list(range(len(lines)))
     assert {line["of"] for line in lines} == {len(lines)}
+
+
+def test_times_are_medians_of_interleaved_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round times every split once; a recorded time is the median over rounds, so one slow round has no effect."""
+    clock, made = [0.0], []
+
+    def step(engine: Any) -> None:
+        made.append(engine.micro_batch_size)
+        clock[0] += 100.0 if len(made) < 5 else 64 / engine.micro_batch_size
+
+    monkeypatch.setattr(split_times, "MICRO_SIZES", (64, 16))
+    monkeypatch.setattr(split_times, "ROUNDS", 3)
+    monkeypatch.setattr(split_times, "all_configs", lambda: (PLAIN,))
+    monkeypatch.setattr(split_times, "_step", step)
+    monkeypatch.setattr(split_times, "engine_of", lambda *_, **sizes: nullcontext(SimpleNamespace(**sizes)))
+    monkeypatch.setattr("time.process_time", lambda: clock[0])
+    data = split_times.run(silent)
+
+    assert data["ways"][0]["seconds"] == [1.0, 4.0]
+    assert made == [64, 16] * 4  # once to create the optimizer state, and three rounds

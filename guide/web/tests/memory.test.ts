@@ -2,9 +2,10 @@ import { readFileSync } from "node:fs";
 
 import { expect, test } from "vitest";
 
-import { peakOfSplit, type Accumulation } from "../src/sections/memory/data";
+import { peakOfSplit, secondsOfSplit, type Accumulation, type SplitTimes } from "../src/sections/memory/data";
 
 const { data } = JSON.parse(readFileSync(new URL("../recordings/memory_accumulation.json", import.meta.url), "utf-8")) as { data: Accumulation };
+const { data: times } = JSON.parse(readFileSync(new URL("../recordings/split_times.json", import.meta.url), "utf-8")) as { data: SplitTimes };
 const [way] = data.ways;
 const at = (effective: number, micro: number) => peakOfSplit(data, way!, effective, micro);
 
@@ -35,4 +36,17 @@ test("along the curve memory falls and work rises, for each effective batch", ()
       expect(split.operations).toBeGreaterThan(splits[before]!.operations);
     });
   }
+});
+
+test("every split has a measured time; single samples take longest, and twice the samples twice as long", () => {
+  expect([times.effective, times.micro_sizes]).toEqual([data.effective, data.micro_sizes]);
+  data.ways.forEach((_, number) => {
+    const seconds = data.micro_sizes.map((size) => secondsOfSplit(times, number, 64, size));
+    expect(seconds).toEqual(times.ways[number]!.seconds);
+    expect(seconds.at(-1)).toBe(Math.max(...seconds));
+    expect(Math.min(...seconds)).toBeGreaterThan(0);
+    expect(secondsOfSplit(times, number, 128, 16)).toBe(2 * secondsOfSplit(times, number, 64, 16));
+    expect(secondsOfSplit(times, number, 256, 256)).toBe(4 * secondsOfSplit(times, number, 64, 64));
+  });
+  expect(times.ways.map(({ spread: _spread, seconds: _seconds, ...config }) => config)).toEqual(data.ways.map(({ optimizer, precision, checkpointing }) => ({ optimizer, precision, checkpointing })));
 });

@@ -18,6 +18,7 @@ from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, cross_entrop
 
 Pair = tuple[Tensor, Tensor]
 T = TypeVar("T")
+Key = TypeVar("Key")
 
 
 def new_model(task: PlaygroundTask, seed: int = 0) -> nn.Module:
@@ -88,10 +89,7 @@ def measure_cases(emit: Emit, cases: Mapping[str, Callable[[], T]]) -> dict[str,
 def step_seconds(
     task: PlaygroundTask, cuts: Sequence[BatchCut], emit: Emit, *, rounds: int
 ) -> dict[BatchCut, list[float]]:
-    """Return the CPU time of one optimizer step for each split and round; rounds are interleaved.
-
-    CPU time is measured, because other processes affect it less than wall time.
-    """
+    """Return the CPU time of one optimizer step for each split and round; rounds are interleaved."""
     steps = {split: _stepper(task, split) for split in cuts}
     # Run each step once without timing, because the first step creates the optimizer state.
     for step in steps.values():
@@ -99,11 +97,16 @@ def step_seconds(
     seconds: dict[BatchCut, list[float]] = {split: [] for split in cuts}
     for number in range(rounds):
         emit_progress(emit, number, rounds, "round of times")
-        for split, step in steps.items():
-            begin = time.process_time()
-            step()
-            seconds[split].append(time.process_time() - begin)
+        time_round(steps, seconds)
     return seconds
+
+
+def time_round(steps: Mapping[Key, Callable[[], object]], seconds: Mapping[Key, list[float]]) -> None:
+    """Run each step once, and append its CPU time, which other processes affect less than wall time."""
+    for key, step in steps.items():
+        begin = time.process_time()
+        step()
+        seconds[key].append(time.process_time() - begin)
 
 
 def median_ratio(times: Mapping[BatchCut, Sequence[float]], numerator: BatchCut, denominator: BatchCut) -> float:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 import anybatch as ab
 from anybatch.core.compatibility import PrecisionName
@@ -52,28 +53,34 @@ def measure_accumulated(
     small_model: SmallModel, config: AccumulationConfig, *, effective_batch_size: int, micro_batch_size: int
 ) -> MeasuredStep:
     """Measure the engine's second step; the first step, with a single micro-batch, creates the optimizer state."""
+    batch = small_model.batch(effective_batch_size)
+    with engine_of(small_model, config, micro_batch_size=micro_batch_size) as engine:
+        engine.step(small_model.batch(micro_batch_size))
+        with record_memory(engine) as recording, OperationCounter() as counter:
+            engine.step(batch)
+        model = engine.model
+    assert isinstance(model, nn.Module)
+    return MeasuredStep(
+        timeline=recording.report.timeline,
+        gradient_bytes=gradient_bytes(model.parameters()),
+        num_operations=counter.num_operations,
+    )
+
+
+def engine_of(small_model: SmallModel, config: AccumulationConfig, *, micro_batch_size: int) -> ab.Engine:
+    """Return an engine with a new model."""
     make = small_model.checkpointed if config.checkpointing else small_model.make
     assert make is not None, f"{small_model.name} has no blocks"
     with isolated_random_state():
         model = make()
-    optimizer = _OPTIMIZERS[config.optimizer](model.parameters(), lr=1e-3)
-    batch = small_model.batch(effective_batch_size)
-    with ab.Engine(
+    return ab.Engine(
         model,
-        optimizer,
+        _OPTIMIZERS[config.optimizer](model.parameters(), lr=1e-3),
         ab.mean_over_samples(small_model.loss),
         micro_batch_size=micro_batch_size,
         precision=config.precision,
         measure_gradient_norm=False,
         check_loss=False,  # the check would run in the second step, too, and allocate memory
-    ) as engine:
-        engine.step(small_model.batch(micro_batch_size))
-        with record_memory(engine) as recording, OperationCounter() as counter:
-            engine.step(batch)
-    return MeasuredStep(
-        timeline=recording.report.timeline,
-        gradient_bytes=gradient_bytes(model.parameters()),
-        num_operations=counter.num_operations,
     )
 
 

@@ -26,6 +26,11 @@ export function formatBytes(bytes: number, digits = 3): string {
   return `${power === 0 ? grouped(String(Math.round(bytes))) : trimmed(formatNumber(bytes / 1024 ** power, digits))} ${UNITS[power]}`;
 }
 
+/** A time in milliseconds: 268 ms. */
+export function formatMilliseconds(seconds: number): string {
+  return `${formatNumber(1000 * seconds, 3)}\u00a0ms`;
+}
+
 /** A label of an axis: as short as it can be. */
 export function formatTick(value: number): string {
   if (value !== 0 && (Math.abs(value) < 1e-4 || Math.abs(value) >= 1e6)) {

@@ -96,6 +96,16 @@ export interface StepVariant {
   courses: Record<string, MemoryTimeline>;
 }
 
+/** Result of split_times: median CPU seconds of a step over the effective batch. */
+export interface SplitTimes {
+  processor: string;
+  rounds: number;
+  effective: number;
+  micro_sizes: number[];
+  /** In the order of `Accumulation.ways`. `seconds`: for each size; `spread`: typical range between the quartiles, relative to the median. */
+  ways: { seconds: number[]; spread: number }[];
+}
+
 /** Result of gpu_results: tables of benchmarks/results. */
 export interface GpuResults {
   device: string;
@@ -188,6 +198,12 @@ export function peakOfSplit(data: Accumulation, way: StepVariant, effective: num
     operations: operations ?? last + ((last - before) * (passes - data.effective)) / (data.effective / 2),
     recorded: waiting === 0 && operations !== undefined,
   };
+}
+
+/** CPU seconds of a step: measured for one effective batch, and as long per sample in others. Larger micro-batches count as the largest timed one. */
+export function secondsOfSplit(times: SplitTimes, way: number, effective: number, micro: number): number {
+  const timed = times.micro_sizes.indexOf(Math.min(micro, times.effective));
+  return ((times.ways[way]?.seconds[timed] ?? Number.NaN) * effective) / times.effective;
 }
 
 /** Return a memory course as stacked layers. */
