@@ -34,6 +34,24 @@ def test_the_grid_matches_the_code(name: str) -> None:
         assert len(run["losses"]) == setting.steps or run["status"] == "failed"
 
 
+def test_gradients_fill_up_in_the_first_steps() -> None:
+    """The first steps have a sum over ranks after each micro-batch, later steps the last one, all to one scale."""
+    sums = {0: [[1.0, 0.0], [2.0, -4.0]], 1: [[1.0, 0.0], [0.0, 2.0], [0.0, 2.0]]}
+    lines: list[dict[str, Any]] = []
+    for step in range(grid.NUM_FILLED_STEPS + 1):
+        lines += [{"kind": "guide.native", "step": step, "gradient": [2.0, -2.0]}]
+        lines += [
+            {"kind": "guide.micro_batch", "step": step, "rank": rank, "position": position, "sum": numbers}
+            for rank, of_rank in sums.items()
+            for position, numbers in enumerate(of_rank)
+        ]
+    filled = [grid.levels(numbers, 2.0) for numbers in ([2.0, 0.0], [2.0, -2.0], [2.0, -2.0])]
+    native = grid.levels([2.0, -2.0], 2.0)
+    expected = [(step, filled, native) for step in range(grid.NUM_FILLED_STEPS)]
+
+    assert grid.gradients(lines) == [*expected, (grid.NUM_FILLED_STEPS, filled[-1:], native)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "at"), [("spirals", 1), ("shapes", 4)])
 def test_a_run_is_reproduced(name: str, at: int) -> None:

@@ -1,6 +1,7 @@
 """The recorded playground runs for a page without a server: their settings, and their compact form."""
 
 import base64
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, get_args
@@ -26,6 +27,8 @@ from anybatch_guide.tasks.task import load
 from anybatch_guide.training import isolated, make
 
 NUM_SURFACES = 5
+NUM_FILLED_STEPS = 3
+"""First steps of a recorded run whose gradient is recorded after each micro-batch; the page replays them slowly."""
 TASK_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "digits": {"steps": 40, "optimizer": "sgd", "adamw": 0.003, "sgd": 0.1, "norm": "none", "classes": 10},
     "spirals": {"steps": 200, "optimizer": "adamw", "adamw": 0.02, "sgd": 0.5, "norm": "none", "classes": 2},
@@ -33,8 +36,8 @@ TASK_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "text": {"steps": 30, "optimizer": "adamw", "adamw": 0.01, "sgd": 0.5, "norm": "none", "classes": 256},
 }
 """Defaults of each task (steps, optimizer, learning rate by optimizer, norm), and its number of classes."""
-DIGITS_LIMITS_KIB = (4096, 2048, 512)
-"""Memory limits: 64 digits fit in one micro-batch, fit in smaller micro-batches, or do not fit at all."""
+DIGITS_LIMITS_KIB = (4096, 3072, 2048, 1280, 1024, 768, 512)
+"""Memory limits: 64 digits fit in one micro-batch, fit in smaller micro-batches (five limits), or do not fit at all."""
 _MISTAKES = tuple(name for name in get_args(MistakeName) if name)
 
 
@@ -64,7 +67,7 @@ def opening_settings() -> list[PlaygroundSetting]:
 
 
 def digits_settings() -> list[PlaygroundSetting]:
-    """Return twelve splits with two optimizers, each mistake at three of them, two ranks, and three memory limits."""
+    """Return twelve splits with two optimizers, each mistake at three of them, two ranks, and seven memory limits."""
     settings = [
         task_setting("digits", micro, accumulation, optimizer)
         for optimizer in get_args(OptimizerName)
@@ -187,22 +190,30 @@ def record_run(setting: PlaygroundSetting, emit: Emit) -> dict[str, Any]:
         "reduced_bytes": data["reduced_bytes"],
         "digest": data["digest"],
         "surfaces": surfaces[every::every],
-        **({"gradients": gradients(lines)} if setting in preset_settings() else {}),
+        **({"gradients": gradients(lines)} if setting in [*opening_settings()[:1], *preset_settings()] else {}),
     }
 
 
-def gradients(lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, str]]:
-    """Return (step, sum over micro-batches and ranks, native gradient), as levels for a strip of -127 to 127."""
+def gradients(lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[str], str]]:
+    """Return (step, sums over ranks after each micro-batch, native gradient), as levels for a strip of -127 to 127.
+
+    Steps after the first `NUM_FILLED_STEPS` have only the sum after the last micro-batch.
+    """
     natives = {line["step"]: line["gradient"] for line in lines if line["kind"] == "guide.native"}
-    sums: dict[int, dict[int, Sequence[float]]] = {}
+    sums: dict[int, dict[int, dict[int, Sequence[float]]]] = {}
     for line in lines:
         if line["kind"] == "guide.micro_batch":
-            sums.setdefault(line["step"], {})[line["rank"]] = line["sum"]
+            sums.setdefault(line["step"], {}).setdefault(line["position"], {})[line["rank"]] = line["sum"]
     found = []
-    for step, by_rank in sums.items():
-        total, native = [sum(numbers) for numbers in zip(*by_rank.values(), strict=True)], natives[step] or []
-        limit = max(map(abs, [*total, *native])) or 1.0
-        found.append((step, levels(total, limit), levels(native, limit)))
+    for step, by_position in sums.items():
+        latest: dict[int, Sequence[float]] = {}
+        totals = []
+        for _, by_rank in sorted(by_position.items()):
+            latest |= by_rank
+            totals.append([sum(numbers) for numbers in zip(*latest.values(), strict=True)])
+        shown, native = totals[0 if step < NUM_FILLED_STEPS else -1 :], natives[step] or []
+        limit = max(map(abs, [*itertools.chain(*shown), *native])) or 1.0
+        found.append((step, [levels(total, limit) for total in shown], levels(native, limit)))
     return found
 
 

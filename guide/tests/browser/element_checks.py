@@ -28,6 +28,20 @@ PLAYED = """async loop => {
     return seen;
 }"""
 """Plays the loop, and returns its first phases."""
+FILLED = """async playground => {
+    const strip = playground.querySelector('.seen'), seen = new Map();
+    await new Promise(done => {
+        const watch = new MutationObserver(() => {
+            const text = strip.querySelector('.who').textContent;
+            if (text.includes(' of 4')) seen.set(text, strip.querySelector('.gradient').getAttribute('d'));
+            if (seen.size === 4) { watch.disconnect(); done(); }
+        });
+        watch.observe(strip, {subtree: true, childList: true, characterData: true, attributes: true});
+        [...playground.querySelectorAll('button')].find(button => button.textContent.startsWith('Play')).click();
+    });
+    return [...seen];
+}"""
+"""Plays the run, and returns the texts and the bars of the gradient as its micro-batches are added."""
 BARS = "path => (path.getAttribute('d').match(/v-?[\\d.]+/g) ?? []).map(bar => Number(bar.slice(1)))"
 """Heights of the bars of a strip."""
 
@@ -410,22 +424,23 @@ def moves_the_effective_batch(memory: Locator) -> None:
 
 
 def trades(memory: Locator) -> None:
-    """Dragging along the curve to smaller micro-batches lowers memory and raises the number of operations."""
+    """Dragging along the curve to smaller micro-batches lowers memory and raises the measured time of a step."""
     curve = slider(memory, "Split, along the curve")
     says = memory.locator("figure", has_text="The trade").locator("figcaption p").first
     seen = []
     curve.press("Home")
     for _ in range(7):
         spoken = curve.get_attribute("aria-valuetext") or ""
-        seen.append((number_in(spoken, r"([\d.]+) MiB"), number_in(spoken, r"([\d,]+) operations")))
+        seen.append((number_in(spoken, r"([\d.]+) MiB"), number_in(spoken, r"([\d.,]+) ms")))
         curve.press("ArrowLeft")
     assert [memory for memory, _ in seen] == sorted((memory for memory, _ in seen), reverse=True)
-    assert [work for _, work in seen] == sorted(work for _, work in seen)
-    assert seen[-1][1] > 8 * seen[0][1]
+    assert [time for _, time in seen[2:]] == sorted(time for _, time in seen[2:])
+    assert seen[-1][1] > 1.3 * seen[0][1]
     curve.scroll_into_view_if_needed()
     curve.locator("circle").nth(2).hover()
     curve.page.mouse.down()
-    expect(says).to_contain_text("16 \u00d7 4 needs 46% of the memory of one pass, and 1.9 times as many operations")
+    expect(says).to_contain_text("16 \u00d7 4 needs 46% of the memory of one pass. A step takes")
+    expect(says).to_contain_text("times as long, with 1.9 times as many operations")
     curve.locator("circle").nth(1).hover()
     expect(says).to_contain_text("32 \u00d7 2 needs")
     curve.page.mouse.up()
@@ -449,9 +464,11 @@ def readout(playground: Locator, name: str) -> Locator:
 
 
 def runs_in_real_time(playground: Locator) -> None:
-    """While it plays, steps are counted, the gradient fills, and the curve grows from step to step."""
+    """While it plays, the gradient fills, steps are counted, and the curve grows from step to step."""
     steps = readout(playground, "optimizer steps")
-    playground.get_by_role("button", name=re.compile("^Play")).click()
+    seen = playground.evaluate(FILLED)
+    assert [text for text, _ in seen] == [f"{number} of 4 micro-batches" for number in range(1, 5)]
+    assert len({bars for _, bars in seen}) == 4
     expect(steps).to_have_text(re.compile(r"^[1-9]"))
     early, curve = steps.inner_text(), playground.locator("svg path.curve.s0").last
     drawn = curve.get_attribute("d") or ""

@@ -206,9 +206,9 @@ ELEMENTS = (
         moves_the_effective_batch,
     ),
     Element(
-        "trade work for memory",
+        "trade time for memory",
         "memory",
-        "One point per split on a curve of memory and counted operations; the reader drags along it.",
+        "One point per split on a curve of memory and measured time of a step; the reader drags along it.",
         trades,
     ),
     Element(
@@ -272,7 +272,7 @@ ELEMENTS = (
     Element(
         "playground: watch it run in real time",
         "playground",
-        "While it plays, steps are counted and the curve grows, until the loss is below 1.",
+        "While it plays, the gradient fills in the first steps, and the curve grows until the loss is below 1.",
         runs_in_real_time,
     ),
     Element(

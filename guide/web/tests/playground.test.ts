@@ -5,7 +5,7 @@ import { expect, test } from "vitest";
 import { parse, read, write } from "../src/data/address";
 import { NO_PROGRESS, updatedProgress } from "../src/data/progress";
 import { storePins, storedPins } from "../src/data/pins";
-import { addressShape, commandLine, cut, effective, fromAddress, liveStrip, RunBuilder, byDrawnCategory, compareWithNative, nearest, predictedPeak, PRESETS, presetSetting, program, recordedStrip, refusal, sameSetting, toAddress, total, upTo, whyUnpredicted, withTask, type Opening, type Run } from "../src/data/runs";
+import { addressShape, commandLine, cut, effective, fromAddress, liveStrip, RunBuilder, byDrawnCategory, compareWithNative, nearest, predictedPeak, PRESETS, presetSetting, program, recordedStrip, refusal, replayedAt, sameSetting, toAddress, total, upTo, whyUnpredicted, withTask, type Opening, type Run } from "../src/data/runs";
 import type { Line, Setting } from "../src/data/types";
 import { peaksAbove } from "../src/math/curves";
 import { pixels } from "../src/math/images";
@@ -131,6 +131,23 @@ test("a replay shows the first steps of every column", () => {
   expect(begun.evaluated.length).toBeGreaterThan(1);
   expect([begun.accuracies.length, begun.answers.length]).toEqual([begun.evaluated.length, begun.evaluated.length]);
   expect(upTo(first, 1).peak).toEqual({});
+});
+
+test("the first steps of the initial replay fill the gradient, micro-batch by micro-batch", () => {
+  const seen = Array.from({ length: 200 }, (_, tenths) => replayedAt(tenths / 20, first));
+  const places = [...new Set(seen.filter((at) => at !== null).map(({ steps, added }) => `${steps}:${added}`))];
+  expect(places.slice(0, 16)).toEqual([0, 1, 2].flatMap((step) => [0, 1, 2, 3, 4].map((added) => `${step}:${added}`)).concat("3:0"));
+  const ends = seen.indexOf(null) / 20;
+  expect([ends > 4, ends < 8]).toEqual([true, true]);
+  for (const step of [0, 1, 2]) {
+    const strips = [1, 2, 3, 4].map((added) => recordedStrip(upTo(first, step), added)!);
+    expect(strips.map((strip) => [strip.step, strip.added])).toEqual([1, 2, 3, 4].map((done) => [step, { done, of: 4 }]));
+    const missing = strips.map(({ sum, native }) => Math.hypot(...native.map((level, at) => level - sum[at]!)) / Math.hypot(...native));
+    expect(missing[0]).toBeGreaterThan(0.5);
+    expect(missing[3]).toBeLessThan(0.03);
+  }
+  expect(recordedStrip(first)).toMatchObject({ step: 39, seen: [] });
+  expect(recordedStrip(first)?.added).toBeUndefined();
 });
 
 test("the native batch of a correct split has the same losses and accuracies", () => {

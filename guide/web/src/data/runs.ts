@@ -29,8 +29,8 @@ export interface Run {
   reduced_bytes: number;
   digest: string | null;
   surfaces: { updates: number; values: string }[];
-  /** Recorded presets only: step, sum over micro-batches and ranks, and native gradient, as signed bytes in base64. */
-  gradients?: [number, string, string][];
+  /** Recorded presets only: step, sum over ranks after each micro-batch (later steps: after the last one), and native gradient, as signed bytes in base64. */
+  gradients?: [step: number, sums: string[], native: string][];
 }
 
 export type Samples = { kind: "images"; side: number; values: string } | { kind: "points"; values: [number, number][] } | { kind: "texts"; values: string[] };
@@ -323,12 +323,40 @@ export interface GradientStrip {
   native: readonly number[];
   /** The latest micro-batch of each rank; empty for a recorded step. */
   seen: readonly MicroBatchDetails[];
+  /** A recorded step that is filled up: how many of its micro-batches are added. */
+  added?: { done: number; of: number };
 }
 
-/** The latest recorded gradient of a run. */
-export function recordedStrip({ gradients, losses }: Run): GradientStrip | null {
-  const last = gradients?.findLast(([step]) => step < losses.length);
-  return last ? { step: last[0], sum: signedBytes(last[1]), native: signedBytes(last[2]), seen: [] } : null;
+/** The recorded gradient of a run after `added` micro-batches of its next step; with 0, of its latest step. */
+export function recordedStrip({ gradients, losses }: Run, added = 0): GradientStrip | null {
+  const [step, sums, native] = gradients?.findLast(([at]) => at < losses.length + Math.min(1, added)) ?? [];
+  if (step === undefined || !sums || native === undefined) return null;
+  const isFilling = added > 0 && step === losses.length;
+  return {
+    step,
+    sum: signedBytes(sums.at(isFilling ? added - 1 : -1) ?? ""),
+    native: signedBytes(native),
+    seen: [],
+    ...(isFilling ? { added: { done: added, of: sums.length } } : {}),
+  };
+}
+
+const REPLAY_STEPS_PER_SECOND = 16;
+const MAX_REPLAY_SECONDS = 4;
+/** Seconds in which the gradient of a step fills up: of the first step, and of each later one with recorded micro-batches. */
+const FILLING_SECONDS = [2, 1];
+
+/** The place of a replay: finished steps, and micro-batches of the next one. Steps whose gradient fills up take longer. Null at the end. */
+export function replayedAt(seconds: number, { gradients, losses }: Run): { steps: number; added: number } | null {
+  let left = seconds;
+  const pace = Math.max(REPLAY_STEPS_PER_SECOND, losses.length / MAX_REPLAY_SECONDS);
+  for (let steps = 0; steps < losses.length; steps += 1) {
+    const of = gradients?.find(([at]) => at === steps)?.[1].length ?? 1;
+    const takes = of > 1 ? (FILLING_SECONDS[Math.min(steps, 1)] ?? 1) : 1 / pace;
+    if (left < takes) return { steps, added: of > 1 ? Math.floor(((of + 1) * left) / takes) : 0 };
+    left -= takes;
+  }
+  return null;
 }
 
 /** The gradient of the current step from the latest micro-batch of each rank. */

@@ -5,13 +5,12 @@ import { command, guide, onLines, onResult, start } from "../../data/guide.svelt
 import { storePins, storedPins, type PinnedRun } from "../../data/pins";
 import { fetchRecording, recording } from "../../data/recordings";
 import {
-  addressShape, effective, emptyRun, fromAddress, liveStrip, nearest, nameOf, predictedPeak, presetSetting, recordedStrip, refusal, RunBuilder, sameSetting, TASKS, toAddress, upTo, withTask,
+  addressShape, effective, emptyRun, fromAddress, liveStrip, nearest, nameOf, predictedPeak, presetSetting, recordedStrip, refusal, replayedAt, RunBuilder, sameSetting, TASKS, toAddress, upTo, withTask,
   type GradientStrip, type Grid, type Opening, type Preset, type Run,
 } from "../../data/runs";
 import type { From, Made, Setting } from "../../data/types";
 
 export const MAX_PINNED = 4;
-const REPLAY_STEPS_PER_SECOND = 25;
 
 export class Session {
   readonly opening = recording<Opening>("playground_opening").data;
@@ -26,8 +25,8 @@ export class Session {
   pinned: PinnedRun[] = $state.raw([]);
   grids: Partial<Record<Setting["task"], Grid>> = $state.raw({});
   liveRun = $state.raw<RunBuilder | null>(null);
-  /** Number of steps that the replay has reached; null without a replay. */
-  replayed: number | null = $state(null);
+  /** The place of the replay; null without one. */
+  replayed: ReturnType<typeof replayedAt> = $state.raw(null);
   /** Number of micro-batches shown of the first recorded step, without an engine. */
   walked = $state(0);
   /** Whether the nearest recorded run replaced the wanted one. */
@@ -54,7 +53,7 @@ export class Session {
     void this.tick;
     if (this.liveRun) return { run: { ...this.liveRun.run }, from: fromNow(this.liveRun.made) };
     if (this.held === null) return { run: emptyRun(this.setting), from: { kind: "chosen", note: "nothing has run yet" } };
-    return this.replayed === null ? this.held : { run: upTo(this.held.run, this.replayed), from: this.held.from };
+    return this.replayed === null ? this.held : { run: upTo(this.held.run, this.replayed.steps), from: this.held.from };
   });
   /** A recorded run with the same initial weights and first batch. */
   readonly alike: PinnedRun | undefined = $derived.by(() => {
@@ -73,7 +72,7 @@ export class Session {
     const builder = this.liveRun ?? (this.#ended?.run === this.held?.run ? this.#ended : null);
     if (builder) return { strip: liveStrip(builder.seen, builder.natives), from: fromNow(builder.made) };
     const { run, from } = this.shown;
-    const recorded = recordedStrip(run);
+    const recorded = recordedStrip(run, this.replayed?.added);
     if (recorded) return { strip: recorded, from };
     if (!this.walked && !(run.losses.length === 0 && sameSetting(run.setting, this.first.setting))) return null;
     const seen = this.opening.first_micro_batches.slice(0, this.walked).slice(-1);
@@ -155,15 +154,13 @@ export class Session {
     this.walked = 0;
     this.held = this.recordedRuns.find(({ run }) => sameSetting(run.setting, this.setting)) ?? this.held;
     if (this.held === null || matchMedia("(prefers-reduced-motion: reduce)").matches) return null;
-    const { length } = this.held.run.losses;
-    const pace = Math.max(REPLAY_STEPS_PER_SECOND, length / 4);
+    const { run } = this.held;
     const begun = performance.now();
-    this.replayed = 0;
+    this.replayed = { steps: 0, added: 0 };
     const go = (now: number) => {
-      if (this.replayed === null) return;
-      this.replayed = Math.max(0, Math.floor(((now - begun) / 1000) * pace));
-      if (this.replayed >= length) this.replayed = null;
-      else requestAnimationFrame(go);
+      if (this.replayed === null || this.held?.run !== run) return;
+      this.replayed = replayedAt(Math.max(0, now - begun) / 1000, run);
+      if (this.replayed !== null) requestAnimationFrame(go);
     };
     requestAnimationFrame(go);
     return null;
