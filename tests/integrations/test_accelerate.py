@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -175,11 +176,18 @@ def two_ranks() -> Iterator[RankPool]:
 
 
 def epoch_on_a_rank(name: str, loop: str, prepare_loader: bool) -> tuple[Any, ...]:
-    """Check an epoch, and return the samples of its windows."""
-    run = Run(HEADS[name], prepare_loader=prepare_loader)
+    """Check an epoch with one reduction per step, and return the samples of its windows."""
+    run, reductions = Run(HEADS[name], prepare_loader=prepare_loader), []
+
+    def reduce(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        reductions.append(bucket.index())
+        return allreduce_hook(group, bucket)
+
+    run.model.register_comm_hook(None, reduce)
     assert run.accelerator.num_processes == 2
     LOOPS[loop](run, run.windows())
     check(run)
+    assert reductions == [0] * len(SIZES)
     return tuple(run.ids)
 
 
@@ -263,11 +271,11 @@ def clipped_to(run: Run, limit: float) -> Callable[..., Any]:
 
 
 def test_micro_batches_without_targets() -> None:
-    """A micro-batch without targets, whose mean is NaN, adds nothing, also if it is the first."""
+    """Micro-batches without targets, whose means are NaN, add nothing, before and after the kind of items is known."""
     for loop in LOOPS.values():
         run = Run(HEADS["BERT, tokens"])
         ids = next(iter(run.windows())).ids
-        for number in ids[:3]:
+        for number in (*ids[:3], *ids[6:9]):
             run.samples[number]["labels"].fill_(-100)
         loop(run, run.windows())
         check(run)
@@ -443,15 +451,17 @@ def test_wrong_loops(loop: Loop, code: str) -> None:
     assert run.accelerator.gradient_accumulation_steps == 4
 
 
-def test_leaving_after_the_last_micro_batch() -> None:
-    """A loop may skip windows, end after a step, and change its copy of a micro-batch."""
-    run = Run(HEADS["BERT, tokens"])
+@pytest.mark.parametrize("device_placement", [True, False])
+def test_freedoms_of_a_loop(device_placement: bool) -> None:
+    """A loop may skip windows, end after a step, and change its copy of a micro-batch, also if it moves it itself."""
+    run = Run(HEADS["BERT, tokens"], device_placement=device_placement)
     for number, window in enumerate(run.windows()):
         if number == 0:
             continue
         for batch in window.micro_batches(run.model):
-            run.accelerator.backward(window.scale(run.loss(batch), batch))
+            loss = run.loss(batch)
             batch.clear()
+            run.accelerator.backward(window.scale(loss, batch))
             run.step()
             if run.accelerator.sync_gradients:
                 break
@@ -564,7 +574,7 @@ def test_mixed_precision(loop: str) -> None:
 
 
 def unusual_models_on_a_rank() -> None:
-    """Check DDP that searches unused parameters, whose outputs pass through a node of DDP, and FSDP2."""
+    """Check DDP that searches unused parameters, whose outputs pass through a node of DDP, and compiled DDP."""
     for loop in LOOPS.values():
         handlers = [accelerate.DistributedDataParallelKwargs(find_unused_parameters=True)]
         run = Run(HEADS["BERT, tokens"], kwargs_handlers=handlers)
@@ -572,14 +582,17 @@ def unusual_models_on_a_rank() -> None:
         check(run)
         forget_accelerator()
     run = Run(HEADS["BERT, tokens"])
+    run.model = torch.compile(run.model, backend="eager")
+    call(run, run.windows())
+    check(run)
     with raises(UserError, "unprepared_model"):
-        next(iter(run.windows())).backward(run.loss, run.net)
+        next(iter(run.windows(epoch=1))).backward(run.loss, run.net)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_unused_parameters_and_unprepared_models(two_ranks: RankPool) -> None:
-    """Models in which DDP searches unused parameters are exact, and models that DDP does not know are refused."""
+def test_unusual_models(two_ranks: RankPool) -> None:
+    """DDP is exact if it searches unused parameters or is compiled; a model without DDP is refused."""
     two_ranks.run(on_ranks, unusual_models_on_a_rank)
 
 

@@ -99,6 +99,19 @@ def test_an_ambiguous_first_micro_batch() -> None:
         counter_after(over_shifted)
 
 
+def test_items_that_only_the_loop_masks() -> None:
+    """A loss whose later micro-batches have other items than its first one is refused."""
+    counter, masked = ItemCounter(None), token_batch([4, 6], masked=2)
+    for batch in (token_batch([4, 5]), token_batch([3, 6])):
+        counter.observe(
+            over_tokens(torch.randn(2, batch["labels"].shape[1], CLASSES, requires_grad=True), batch), batch
+        )
+    loss = over_tokens(torch.randn(2, 6, CLASSES, requires_grad=True), masked)
+
+    with raises(LossError, "unknown_items"):
+        counter.observe(loss, token_batch([4, 6]))
+
+
 def test_a_given_count_is_used() -> None:
     """`count=` is not questioned."""
     counter = ItemCounter(ab.tokens(shift=False))

@@ -243,8 +243,8 @@ class Window:
             DoesNotFitError: a single sample does not fit into memory.
             CannotRedoError: an FSDP model on several ranks ran out of memory.
         """
-        step = self._owner.step_of(model)
         self._begin((model,))
+        step = self._owner.step_of(model)
         self._guard.begin_backward(is_early=self._is_early)
         self._accelerator.sync_gradients = True
         key = (self._num_passes, 0)
