@@ -34,7 +34,7 @@ def test_known_values_are_printed() -> None:
     assert KNOWN.table[2].samples == pytest.approx(2 * (1 + 400 / 128) / (1 + 400 / 64))
     assert "time-optimal effective batch: 200 samples (95% interval 173 to 245)" in said
     gain = 1 - COST.seconds(200, by=16)
-    assert f"pays here: it reaches a loss in {gain:.0%} less time than 16 samples, one micro-batch." in said
+    assert f"pays here: it reaches a loss in {gain:.0%} less time than a batch of 16 (one micro-batch)." in said
 
 
 def test_advice_against_accumulating() -> None:

@@ -18,7 +18,7 @@ _DESCRIPTION = (
     "on a few samples in float64, first as one batch and then in micro-batches; report the cause of any difference "
     "and the fix. With --loop, check your own training loop, unchanged: it runs in a temporary copy of its folder, "
     "with a small test model that records the weight of each sample in each gradient. With --trainer, check the first "
-    "steps of a transformers Trainer, alone and after ab.exact."
+    "steps of a transformers Trainer, without and with ab.exact."
 )
 _EPILOG = "The exit status is 0 if all gradients are exact, 9 if they cannot be compared, and 8 otherwise."
 

@@ -102,7 +102,7 @@ def _expected_message(error: BaseException) -> str | None:
         return str(error)
     status = status_of(error)
     if status is Status.INTERRUPTED:
-        return "Interrupted by Ctrl-C. Saved checkpoints are intact; continue with --resume."
+        return "Interrupted by Ctrl-C. Checkpoints, if any, are intact."
     if status is Status.OUT_OF_MEMORY:
         return (
             f"out of memory: {error}. Use a smaller --micro-batch-size, which does not change the result, "

@@ -2,7 +2,7 @@
 
 `TABLE` lists the pairs of features that raise an error, are inexact, or cannot occur, and pairs in which one feature
 makes the other one exact, such as BatchNorm with norms='exact'. A pair that is not in the table is exclusive if both
-features are values of one axis; otherwise it has the worse verdict of its two features.
+features are values of one axis (unless it is in `COMBINABLE`); otherwise it has the worse verdict of the two features.
 """
 
 import itertools
@@ -151,7 +151,7 @@ TABLE: Mapping[Combinations, Cell] = {
         "Build the module with sparse=False, or run on one rank with strategy='auto'.",
     ),
     _each((Feature.DDP, Feature.COMPRESSED), _LOW_PRECISION_UPDATES): _refused(
-        "DDP accumulates gradients in the type of the parameters, and sums in bf16 or fp16 lose small gradients",
+        "DDP accumulates gradients in the type of the parameters; in bf16 or fp16, small gradients are lost in the sum",
         "Use strategy='all_reduce', or float32 parameters with precision='bf16'.",
     ),
     _each((Feature.ZERO1, Feature.DATA_PARALLEL), _BF16_UPDATES): _refused(

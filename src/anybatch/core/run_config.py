@@ -33,7 +33,7 @@ class RunConfig:
         accumulation_steps: micro-batches per rank and step, instead of a micro-batch size
         micro_batch_tokens: maximum tokens per forward and backward, including padding, instead of a number of samples;
             for recipes that give the length of each sample
-        epochs: passes over the data, counted from the start of the run (default: 1, if steps are not given)
+        epochs: passes over the data, from the start of the run (default: the recipe's epochs or steps, else 1)
         steps: optimizer steps, counted from the start of the run, instead of epochs
         learning_rate: learning rate at the base batch size; the optimizer gets it scaled to the effective batch size
         base_batch_size: samples per step for which the learning rate was tuned (default: the recipe's effective batch

@@ -58,7 +58,7 @@ class Batches:
 
     @property
     def start(self) -> Position | None:
-        """Position at which an iteration begins; None: the position of the engine that trains on its first batch."""
+        """Position at which an iteration begins; None: the engine's, at the iteration's first step."""
         return self.options.start
 
     def __iter__(self) -> DatasetBatches:
@@ -153,8 +153,8 @@ def batches(
             each length is read once in a run. See docs/lengths.md.
         start: first position, such as the result of `engine.load`. None: the engine's position, which is the
             checkpoint's position after `Engine.load`. So a loop over epochs is one run, whether it calls `ab.batches`
-            in each epoch or iterates over the same object again. If such a loop ends within an epoch, the next loop
-            begins with the next epoch, or with `steps` continues within that epoch.
+            in each epoch or iterates over the same object again. If an iteration ends within an epoch, the next one
+            begins with the next epoch; with `steps`, it continues within the same epoch.
 
     Returns:
         An iterable of effective batches, with `len()` and `steps_per_epoch`.

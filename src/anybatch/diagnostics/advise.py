@@ -87,7 +87,7 @@ class Advice:
 
     @property
     def gain_of_accumulating(self) -> float:
-        """Fraction of the time that the best size saves over one micro-batch per rank; 0 unless it is larger."""
+        """Fraction of the time that the best size saves over one micro-batch per rank; 0 if it is not larger."""
         alone = self.micro_batch_size * self.num_ranks
         return 0.0 if self.best <= alone else 1.0 - self._cost.seconds(self.best, by=alone)
 
@@ -112,8 +112,8 @@ class Advice:
         ]
         if self.interval[0] <= 0:
             return "\n".join([*lines, "", "No advice yet: measure more steps."])
-        rates = [f"  lr {rate:.6g} ({name})" for name, rate in self.learning_rates.items()]
-        heading = ["", "learning rate for this batch size, scaled by the"] * bool(rates)
+        rates = [f"  {rate:.6g} ({name})" for name, rate in self.learning_rates.items()]
+        heading = ["", "scaled learning rates for the best batch size:"] * bool(rates)
         lines += ["", *self._table_lines(), "", *self._verdict(), *heading, *rates]
         return "\n".join([*lines, "", _LIMITS])
 
@@ -190,7 +190,7 @@ class Advice:
 
     def _accumulation_advice(self) -> str:
         alone, gain = self.micro_batch_size * self.num_ranks, self.gain_of_accumulating
-        pieces = f"{alone:,} samples, one micro-batch" + (" on each rank" if self.num_ranks > 1 else "")
+        pieces = f"a batch of {alone:,} (one micro-batch" + (" per rank)" if self.num_ranks > 1 else ")")
         if not self.is_known and gain < MIN_GAIN:
             return f"Unknown yet: whether accumulating is faster than {pieces} (the noise scale has no upper bound)."
         pays = "pays" if gain >= MIN_GAIN else "hardly pays" if gain > 0 else "does not pay"
@@ -201,8 +201,8 @@ class Advice:
 
 
 _LIMITS = (
-    "The noise scale is an estimate of the critical batch size, at this point of training and with the learning rate\n"
-    "tuned for each size; it grows as the loss falls."
+    "The noise scale estimates the critical batch size at this point of training, and grows as the loss falls. The\n"
+    "estimate assumes that the learning rate is tuned for each batch size."
 )
 
 

@@ -78,8 +78,8 @@ def find_obstacle(runs: GradientRuns, tolerance: float) -> CheckFinding | None:
     if sources:
         return CheckFinding(
             code="draws_by_sample",
-            observation=f"random numbers ({', '.join(sources)}) cannot be repeated for each sample, "
-            "and gradients differ.",
+            observation=f"random numbers ({', '.join(sources)}) cannot be fixed so that a sample "
+            "gets the same numbers in every split, and gradients differ.",
             change="draw these numbers from torch, or in the data set, or leave them out, and check again.",
         )
     return None
@@ -169,9 +169,9 @@ def check(
     assert report.equal
     ```
 
-    `ab.check(trainer)` compares the first steps of a transformers `Trainer`, alone and after `ab.exact`, with one batch
-    of all samples of each step: first a full step, then a shorter one. A model that calls `logits.float()` has the
-    rounding errors of float32. The trainer does not change, and no other arguments are needed.
+    `ab.check(trainer)` runs a full step and a shorter step of a transformers `Trainer`, without and with `ab.exact`,
+    and compares each step's gradient with that of one batch of all its samples. A model that calls `logits.float()` has
+    the rounding errors of float32. The trainer does not change, and no other arguments are needed.
 
     Args:
         model: a module or a dict of named modules, in training mode; or a trainer.
@@ -218,7 +218,7 @@ def _check(runs: GradientRuns, precision: str, micro_batch_sizes: Sequence[int] 
     repeaters: Sequence[RepeatedDraws | None] = (None,)
     if (randomness := _randomness(runs, traits.random_modules, tolerance)) is not None:
         findings.append(randomness)
-        # If samples are not on the first axis, or are drawn in a loop, only constant draws are equal in any split.
+        # If samples are not on the first axis, or a loop over samples draws numbers, only constant draws are equal.
         repeaters = (RepeatedDraws(), RepeatedDraws(constant=True))
     # Uneven splits, because an even split hides faults that divide by the number of micro-batches.
     sizes = micro_batch_sizes or sorted({1, round(num_samples * 0.4), round(num_samples * 0.6)})

@@ -87,7 +87,7 @@ def _innermost(found: dict[nn.Module, None]) -> Iterator[nn.Module]:
 
 
 class RepeatedDraws:
-    """Makes every forward draw the same random numbers: for each sample in torch, from one seed in Python and numpy.
+    """Makes every forward repeat its random numbers: torch's for each sample, Python's and numpy's from one seed.
 
     If `constant`, every draw of torch returns the same number, see `FixedDraws`.
     """
@@ -104,7 +104,7 @@ class RepeatedDraws:
         return self._torch.unknown
 
     def fixed(self, seed: int) -> AbstractContextManager[object]:
-        """Return a context in which torch draws the same numbers for each sample."""
+        """Return a context in which a sample gets the same numbers from torch in every forward."""
         self.seed = seed
         self._torch.restart()
         return self._torch
@@ -250,9 +250,9 @@ class GradientRuns:
         return isinstance(output, torch.Tensor) and not output.dim()
 
     def changed_by_forward(self, tolerance: float) -> list[str] | None:
-        """Return the buffers and attributes of modules that a forward changes and that affect the next gradient.
+        """Return all buffers and attributes of modules that a forward changes, if it changes the next gradient.
 
-        None if a second forward gives the same gradient; empty if it gives another one without any change in modules.
+        None if a second forward gives the same gradient; empty if the gradient differs and no module has changed.
         """
         with self._restored(self.seed) as draws:
             # All three forwards draw the same numbers, so that only kept state can change the gradient.

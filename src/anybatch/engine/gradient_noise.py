@@ -250,7 +250,7 @@ class NoiseMeter:
         return measure
 
     def _squared_sum(self, gradients: Sequence[Tensor | None], current: _StepMeasurement) -> Float[Tensor, ""]:
-        """Return the squared norm of the summed gradient; reuse the cells, zero after the last micro-batch."""
+        """Return the squared norm of the summed gradient; it reuses the cells, which the last micro-batch sets to 0."""
         squares = current.squares
         if self._layout.in_parts:  # a collective
             present = [gradient for gradient in gradients if gradient is not None]

@@ -92,7 +92,7 @@ def checksums(tensors: list[torch.Tensor]) -> torch.Tensor:
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().view(-1)
     size = flat.itemsize
-    # As 8-byte integers where possible: torch sums these many times faster than shorter ones.
+    # As 8-byte integers where possible, because torch sums shorter integers many times slower.
     num_as_int64 = 0 if flat.storage_offset() * size % 8 else flat.numel() * size // 8 * (8 // size)
     total = flat[:num_as_int64].view(torch.int64).sum()
     if num_as_int64 < flat.numel():
@@ -121,7 +121,7 @@ class StepFingerprint:
     replicas: ReplicaCheck
 
     def __post_init__(self) -> None:
-        # Compared in each step, since an optimizer function runs after the ranks have compared their arguments.
+        # Compared in each step: a function that creates the optimizer runs after ranks have compared arguments.
         self._kind = type(self.updater.target.optimizer).__name__
         self._kind_digest = crc32(self._kind.encode())
         self._step = 0

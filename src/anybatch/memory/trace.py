@@ -118,7 +118,7 @@ class MemoryEnvelope:
         """
         if self.peak_bytes(1) > budget_bytes:
             return 0
-        # Use the memory after each event: if a growing allocation replaces a growing free, the total does not grow.
+        # Use the slope of the total, not of single allocations: memory that grows may be freed and allocated again.
         grows = self.held.slope > 0
         if not bool(grows.any()):
             return None
@@ -289,7 +289,7 @@ def timeline(trace: MemoryTrace) -> MemoryTimeline:
     changes = torch.zeros(len(events), len(ORDER), dtype=torch.int64)
     changes[torch.arange(len(events)), codes[numbers]] = events.sign() * sizes[numbers]
     held = changes.cumsum(0)
-    # The first moment is after the last allocation of memory from before.
+    # The first moment is the last event that allocates memory from before the trace.
     first = _num_older_allocations(trace) - 1
     is_used = held.any(0)
     phases, operations = _phases_and_operations(trace)

@@ -43,7 +43,7 @@ class StepAgreement:
 
     It contains whether this rank aborts the step, whether it has hooks to run, the parameters that it has used
     (`flags`), checksums of its step (`CallTracker.digests`), and on a CPU the sums of the report. On an accelerator the
-    default group adds up these sums: otherwise the host would have to wait for the device to read the flags.
+    default group adds up these sums, so that the host can send the flags before the device has computed the sums.
     """
 
     def __init__(self, report_sums: Float[Tensor, " sums"], flags: Sequence[bool], world: World) -> None:

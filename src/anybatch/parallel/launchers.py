@@ -216,7 +216,7 @@ def start_fork_server(*preload: str) -> ForkServerContext | SpawnContext:
     The server ends after this process and all ranks. Ctrl-C only reaches the launcher.
     """
     if sys.platform == "linux":
-        resource_tracker.ensure_running()  # before the folder is made, which only a running server will remove
+        resource_tracker.ensure_running()  # first: if it fails once the folder exists, no server removes the folder
     context = rank_context(__name__, *preload)
     if isinstance(context, ForkServerContext):
         former = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by ranks

@@ -220,7 +220,7 @@ def gradient_check_of(name: str) -> Callable[[object], None]:
 
 
 class BackwardInLoss:
-    """Detects a backward through a sharded module in the loss function, which frees weights that are needed again."""
+    """Detects a backward in the loss function through a sharded module: it would free weights that are needed again."""
 
     def __init__(self) -> None:
         self._is_in_loss = False

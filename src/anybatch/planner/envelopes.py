@@ -78,7 +78,7 @@ class Envelopes:
         return (self.steady if later else self.first).at_peak(m)
 
     def reserved_bytes(self, m: int, *, expandable: bool = False) -> int:
-        """Return the memory that the allocator reserves without a limit, at micro-batch size `m`."""
+        """Return the memory that the allocator reserves at micro-batch size `m`, if it never has to free its cache."""
         if self.profile == "cpu":
             return self.peak_bytes(m)
         return max(
@@ -119,7 +119,7 @@ def find_envelopes(spec: StepSpec, usable_bytes: int, *, max_samples: int | None
 def with_alone(found: Envelopes, spec: StepSpec, usable_bytes: int, share: int) -> Envelopes:
     """Add `alone`, the envelopes of a step with one micro-batch, if all samples of a rank may fit into one.
 
-    In a step with one micro-batch, activations never coexist with gradients, which saves up to a fifth of the memory.
+    Without gradients of an earlier micro-batch at the peak of the activations, up to a fifth of the memory is saved.
     """
     largest = found.largest(usable_bytes)
     near = largest is None or 2 * largest >= share
@@ -141,7 +141,7 @@ def _with_inputs(envelope: MemoryEnvelope, num_samples: int, num_micro_batches: 
 
 
 def _extrapolated(ready: StepSpec) -> Envelopes:
-    """Return the envelopes through traces of the two smallest sizes."""
+    """Return the envelopes, extrapolated from traces of the two sizes in `TRACED`."""
     low, high = TRACED
     small = trace_step(ready, low)
     if small.sharded:

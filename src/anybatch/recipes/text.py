@@ -83,7 +83,7 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(width)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
-                # Each block adds two terms to the residual stream; scaled so that their sum has unit size (GPT-2).
+                # Each block adds two terms to the residual stream; their sum does not grow with the depth (GPT-2).
                 num_added = 2 * num_layers if name.endswith(("merge.weight", "down.weight")) else 1
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(num_added))
 

@@ -75,7 +75,7 @@ class RankPool:
         self._processes: list[BaseProcess] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            # A forked rank inherits our ends of the pipes, and closes them; otherwise closing ours would end no rank.
+            # A forked rank closes our ends of other pipes, which it inherits, or it would keep those pipes open.
             inherited = (*self._pipes, ours) if context.get_start_method() == "fork" else ()
             process = context.Process(
                 target=_serve,

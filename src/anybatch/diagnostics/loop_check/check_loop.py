@@ -45,7 +45,7 @@ def check_loop(
 
     Args:
         function: the loop.
-        data: the kind of targets, "classes", "values" or "tokens"; None: every kind that the loop accepts.
+        data: the kind of targets: "classes", "tokens" or "values"; None: all that the loop accepts, "values" last.
         ranks: number of ranks; None: 2 if the loop uses torch.distributed, else 1.
         time_limit_seconds: a run of the loop that takes longer is stopped.
 
@@ -94,7 +94,7 @@ def _judge(
         prepare_process(in_group=base_loop.uses_ranks)
     # Runs on several ranks come first, because forking processes after a backward is not safe everywhere.
     for kind, dtype in itertools.product(TARGET_KINDS if data is None else (data,), (torch.float64, torch.float32)):
-        # Skip "values" if "classes" ran, whose loss also accepts values. Loops with float32 tensors need float32.
+        # A loss of classes often accepts values too: skip "values" then. Loops with float32 tensors need float32.
         if kind not in ran and (kind != "values" or not ran):
             loop = dataclasses.replace(base_loop, kind=kind, dtype=dtype)
             try:

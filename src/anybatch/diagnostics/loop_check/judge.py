@@ -54,7 +54,7 @@ class _Judge:
         with_other_seed = loop.run(seed=1).steps if len(traces) == 1 else []
         pairs = zip(traces[0].steps, with_other_seed, strict=False)
         self.is_random = any(not is_close(step.gradient, other.gradient) for step, other in pairs)
-        # All ranks have as many batches as the rank with the most samples, because the others have one sample less.
+        # All ranks have this number of batches: 16 and 15 samples, for example, are both 4 batches of at most 4.
         batches_per_epoch = math.ceil(math.ceil(len(loop.ids) / len(traces)) / MICRO_BATCH_SIZE)
         # A loop that counts steps may end within an epoch.
         num_epochs = 0 if {"max_steps", "epochs"} & loop.needed == {"max_steps"} else NUM_EPOCHS
@@ -255,7 +255,7 @@ class _Judge:
             for sample in each.ids:
                 ranks[sample].add(each.rank)
         shared = sum(len(of_sample) > 1 for of_sample in ranks.values())
-        # Equally frequent samples are intended, as with two forwards per batch.
+        # If all samples are equally frequent, repeating them is intended, as in two forwards per batch.
         usual = min(seen.values(), default=1)
         twice = sorted({sample for (_, sample), times in seen.items() if times > usual})
         # A DistributedSampler repeats a few samples; if at least half are on several ranks, the data are not split.

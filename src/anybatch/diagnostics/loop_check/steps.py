@@ -163,7 +163,7 @@ class UnitGradients:
             if loop.takes_loader or [len(forward.ids) for forward in trace.forwards[:1]] == [len(ids)]:
                 gradient = self._output_gradient(trace, ids)
                 used = trace.steps[0].gradient if trace.steps else None
-                # Unless the optimizer used the gradients of some samples only.
+                # Use the optimizer's gradient, unless it lacks some of the samples.
                 if gradient is not None and used is not None and set(visible(ids, gradient)) <= set(visible(ids, used)):
                     gradient = used
         if gradient is None:  # the loop makes micro-batches itself: weight them by size, as for a mean
@@ -173,7 +173,7 @@ class UnitGradients:
             return None
         if not has_scale:
             scaled = self._scaled(gradient, ids)
-            # If the scale of one window is unknown, all windows are compared with each other.
+            # If the scale of one step is unknown, steps are compared with each other, not with the unsplit batch.
             self.scale_is_known = self.scale_is_known and scaled is not None
             gradient = gradient if scaled is None else scaled
         return gradient * len(ids)
