@@ -1,5 +1,6 @@
 """`ab.exact(trainer)`: every step of a Trainer has the gradient of its samples as one batch."""
 
+import copy
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
@@ -263,6 +264,28 @@ class OwnLoss(hf.Trainer):  # type: ignore[misc]
         return (loss, outputs) if return_outputs else loss
 
 
+class Preference(nn.Module):
+    """A model whose loss compares it with its initial state, as DPO: at first, all samples have the same loss."""
+
+    def __init__(self, *, has_adapter: bool) -> None:
+        super().__init__()
+        self.layer = nn.Embedding(64, 8)
+        self.reference = copy.deepcopy(self.layer).requires_grad_(False)
+        self.adapter = nn.Parameter(torch.zeros(8, 8)) if has_adapter else None
+        self.bias = None if has_adapter else nn.Parameter(torch.zeros(8))
+        if has_adapter:
+            self.layer.requires_grad_(False)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> Any:
+        """Return the mean loss over samples."""
+        hidden = self.layer(input_ids)
+        hidden = hidden + (self.bias if self.adapter is None else hidden @ self.adapter)
+        scores, expected = (
+            (one.tanh() * attention_mask[..., None]).sum((1, 2)) for one in (hidden, self.reference(input_ids))
+        )
+        return hf.utils.ModelOutput(loss=nn.functional.softplus(expected - scores).mean())
+
+
 class OwnModel(nn.Module):
     """A classifier that is no model of transformers."""
 
@@ -289,3 +312,13 @@ def test_losses_of_scripts(head: Head, trainer_class: type[Any], tmp_path: Path)
 
     assert plain.worst_error() > 1e-2
     assert run.worst_error() < BOUND
+
+
+@pytest.mark.parametrize("has_adapter", [True, False])
+def test_losses_that_are_equal_at_first(has_adapter: bool, tmp_path: Path) -> None:
+    """If all samples have the same loss, parameters are changed to find its items, and restored."""
+    run = Run(Head(lambda: Preference(has_adapter=has_adapter), classified), tmp_path)
+    ab.exact(run.trainer).train()
+
+    assert run.worst_error() < BOUND
+    assert all(torch.equal(value, run.initial[name]) for name, value in run.model.state_dict().items())

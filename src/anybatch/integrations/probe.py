@@ -7,12 +7,13 @@ divisors, and on parts of them.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybatch.core.loss import tokens
 from anybatch.core.loss_kinds import Count
@@ -34,6 +35,7 @@ IGNORED = -100
 EPSILON = torch.finfo(torch.float32).eps
 ROUNDINGS = 16
 """Roundings in three losses, one of them divided by a difference."""
+VARIATION = 0.1
 UNCERTAIN = 0.02
 """The largest rounding error of a part's weight with which the probe still tells kinds of items apart."""
 
@@ -99,7 +101,15 @@ def divides(loss: Loss, batch: Batch) -> bool:
     raise LossError(message, code="partly_divided")
 
 
-def find_reduction(loss: Loss, batch: Batch, labels: str, num_classes: int, collated: Collated | None) -> Reduction:
+def find_reduction(
+    loss: Loss,
+    batch: Batch,
+    labels: str,
+    num_classes: int,
+    collated: Collated | None,
+    *,
+    module: nn.Module | None = None,
+) -> Reduction:
     """Find out how a loss combines its items.
 
     Args:
@@ -109,6 +119,8 @@ def find_reduction(loss: Loss, batch: Batch, labels: str, num_classes: int, coll
         num_classes: of a classifier.
         collated: returns a batch of the samples with the given numbers, for batches whose rows are not samples, such as
             pairs; None if samples cannot be read.
+        module: the model. If nothing was found, its parameters are changed for a second try, since all samples have
+            the same loss where training starts with policy and reference equal, as in DPO.
 
     Raises:
         LossError: the items could not be found out.
@@ -129,6 +141,9 @@ def find_reduction(loss: Loss, batch: Batch, labels: str, num_classes: int, coll
         if isinstance(found, Reduction):
             return found
         reason = found
+    if module is not None:
+        with _varied(module):
+            return find_reduction(loss, batch, labels, num_classes, collated)
     message = (
         f"cannot find out which items the loss averages over: {reason}. If it is a mean over items, name them: "
         "ab.exact(trainer, count=ab.tokens(shift=False)), ab.samples(), or a function that returns their number in a "
@@ -136,6 +151,21 @@ def find_reduction(loss: Loss, batch: Batch, labels: str, num_classes: int, coll
         "for losses of sentence-transformers there is anybatch.integrations.Joint."
     )
     raise LossError(message, code="unknown_items")
+
+
+@contextmanager
+def _varied(module: nn.Module) -> Iterator[None]:
+    """Change trained parameters within the context: vectors, or all if only matrices are trained, as in LoRA."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    varied = [parameter for parameter in trained if parameter.dim() == 1] or trained
+    before = [parameter.detach().clone() for parameter in varied]
+    try:
+        for parameter in varied:
+            parameter.add_(torch.randn_like(parameter), alpha=VARIATION)
+        yield
+    finally:
+        for parameter, value in zip(varied, before, strict=True):
+            parameter.copy_(value)
 
 
 def _candidates(batch: Batch, labels: str) -> dict[str, Callable[[Batch], Tensor | float]]:

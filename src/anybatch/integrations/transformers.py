@@ -254,7 +254,7 @@ class _ExactLoss:
                 is_divided = divides(loss, rows)
                 return Reduction(is_divided, "counted by count=", float(factor if is_divided else 1))
             num_classes = getattr(getattr(module, "config", None), "num_labels", 2)
-            return find_reduction(loss, rows, self._labels, num_classes, collated)
+            return find_reduction(loss, rows, self._labels, num_classes, collated, module=module)
 
     def _found(self, num_micro_batches: int, host_count: Any, total: Tensor) -> str:  # noqa: ANN401
         """Return what was found, and what the trainer alone would have done with that many micro-batches."""
