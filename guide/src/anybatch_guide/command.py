@@ -43,7 +43,11 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--port", type=port, default=0, metavar="N", help="port to listen on (default: any free port)")
     add("--no-browser", action="store_true", help="print the address without opening a browser")
-    add("--keep", action="store_true", help="do not stop runs that no page has watched for a minute")
+    add(
+        "--keep",
+        action="store_true",
+        help="keep runs alive after their page is closed (default: stop them after a minute)",
+    )
     add(
         "--host",
         default="127.0.0.1",

@@ -102,7 +102,7 @@ def _check_step_name(path: Path, state: bytes) -> None:
     if named is not None and saved is not None and named != saved:
         message = (
             f"{path} holds the checkpoint of step {saved}: the folder was renamed or copied. Rename it to "
-            f"{folder_name(saved)}, remove it, or load it by a name without a step."
+            f"{folder_name(saved)} or a name without a step, or remove it."
         )
         raise DamagedCheckpointError(message, path=path)
 

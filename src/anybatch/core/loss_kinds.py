@@ -129,7 +129,7 @@ class LossKind:
             message = (
                 f"the loss function returned LossSum(count={returned}) for term {name!r}, but {declared:g} are "
                 "declared for this micro-batch. Make the two agree: declare ab.counted(lambda batch: ...), pass the "
-                "bare function, or use ab.joint if the count depends on the model's outputs."
+                "function without a declaration, or use ab.joint if the count depends on the model's outputs."
             )
             raise LossError(message, term=name, unit=self.terms[name].items.name)
 

@@ -254,7 +254,7 @@ def is_in_checkpoint(of: Any = torch._C) -> bool:  # noqa: ANN401 (torch)
     except AttributeError as missing:
         purpose = "norms='exact'"
         raise lacking(purpose, missing) from missing
-    # By the module of the hook: norms="exact" also uses saved-tensor hooks, and hooks other than torch's are harmless.
+    # Compare the module: norms="exact" also uses saved-tensor hooks, and hooks other than torch's are harmless.
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
@@ -404,8 +404,8 @@ def widened(modules: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, Callable
     """Return (copies of modules, function that returns the copy of an object), with tensors of a floating-point type.
 
     A copy has the same class, attributes and hooks, and separate parameters, buffers and children. Attributes that its
-    forward assigns stay in the copy; lists and dicts are shared with the original. The type of `Parameter.data` is not
-    changed instead, because that removes the parameter's gradient accumulator, and with it the hooks of DDP.
+    forward assigns stay in the copy; lists and dicts are shared with the original. To change the
+    type of `Parameter.data` would remove the parameter's gradient accumulator, and with it the hooks of DDP.
     """
     copies = _Copies(dtype)
     with needed_for("The check of the loss"):

@@ -1,4 +1,4 @@
-"""Worker processes that prefetch micro-batches: one persistent DataLoader, whose indices are their `UnitKey`s."""
+"""Worker processes that prefetch micro-batches: one persistent DataLoader, indexed by their `UnitKey`s."""
 
 import importlib.util
 import io
@@ -61,12 +61,12 @@ def _tensor(octets: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Te
 
 
 _SMALL_BYTES = 128 * 2**10
-"""Maximum bytes of a micro-batch to send without shared memory: five times as fast here, but slower from 1 MB on."""
+"""Maximum bytes of a micro-batch to send without shared memory: five times as fast here, slower from 1 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedUnit:
-    """A micro-batch (unit) that a worker has loaded, with the hash of its key, because the receiver has the key."""
+    """A micro-batch (unit) that a worker has loaded, with only the hash of its key, since the receiver has the key."""
 
     key_hash: int
     unit: Any

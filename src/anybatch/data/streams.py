@@ -200,8 +200,8 @@ def stated_schedule(num_samples: int | None, options: BatchOptions) -> SampleSch
 class OpenStream(OpenSource):
     """The reader of a stream: each step takes the next `effective_batch_size` samples, and the last step the remainder.
 
-    Sample ids are positions in the stream, so they do not identify its order. Resuming reads the samples before the
-    position and drops them.
+    Sample ids number the samples as they are read, so equal ids do not prove an equal order. Resuming reads the
+    samples before the position and drops them.
 
     Raises:
         DataError: the stream is a loader that cannot be read from its beginning.
@@ -247,7 +247,7 @@ class OpenStream(OpenSource):
             rounds_per_chunk=ceil_div(
                 max(sizes_of(options.effective_batch_size)), 2 * num_shards
             ),  # two chunks are in flight, together about one effective batch
-            # At most n samples have an id below n, so all of them are before the start, and need not be sent.
+            # Samples with ids below this come before the start, since ids are given in rounds over all shards.
             keep_from=start.sample_offset - start.sample_offset % num_shards,
         )
         try:
@@ -348,7 +348,7 @@ def check_stream_options(options: BatchOptions, num_shards: int) -> None:
         raise DataError(message, code="shuffled_stream")
     if options.num_workers > num_shards:
         message = (
-            f"num_workers={options.num_workers} is more than the {num_shards} shards of the stream. One worker reads "
-            f"each shard: use at most num_workers={num_shards}, or divide the stream with ab.Shards."
+            f"num_workers={options.num_workers} is more than the {num_shards} shards of the stream, but a shard "
+            f"is read by one worker: use at most num_workers={num_shards}, or divide the stream with ab.Shards."
         )
         raise DataError(message, code="too_many_workers")

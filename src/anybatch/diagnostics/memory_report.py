@@ -243,7 +243,7 @@ class MemoryRecording:
         self._ledger.phase = None
 
     def _mark(self, name: str) -> None:
-        """Add a mark unless it is the last one; an `ab.joint` loss runs each micro-batch twice."""
+        """Add a mark unless the previous mark has its name, as in the second pass of an `ab.joint` loss."""
         if name != self._last_mark:
             self._ledger.mark(name)
             self._last_mark = name

@@ -127,7 +127,7 @@ class BufferUpdates:
 
     def pool(self) -> None:
         """Compute the new values from all ranks; call this when no rank can abort the step any more."""
-        # The plan's numbers of samples may be larger: micro-batches without items of the loss do not run.
+        # Count, because the plan has more samples: micro-batches without items of the loss do not run.
         rows = self._world.gather_numbers((self._num_counted,)) if self._pools else []
         for pool in self._pools:
             with torch.no_grad():
@@ -274,7 +274,7 @@ class StateWatch:
                 "draws_are_not_keyed",
                 f"the model or the loss function draws from {' and '.join(drew)}, which the engine does not seed. So "
                 "the numbers depend on the split and the number of ranks, and differ after a resume. Draw from "
-                "torch's generators (torch.rand), or in the data set, whose numbers belong to samples.",
+                "torch's generators (torch.rand), or in the data set, where each sample has its own seed.",
             )
 
     def _warn(self, names: Sequence[str], num_micro_batches: int) -> None:

@@ -94,7 +94,7 @@ def _restore_state(optimizer: Optimizer, kept: dict[Any, Any]) -> None:
 
 
 _NUM_KEPT = 2
-"""Copies in memory. If the run diverges again from the newer copy, it was made too late: the older one is restored."""
+"""Copies in memory. If the run keeps diverging from the newer copy, it was made too late: restore the older one."""
 _MAX_RESTORED = 2
 """Number of times the newer copy is restored before the older one is restored."""
 _EPISODE_STEPS = 8
@@ -128,7 +128,7 @@ class SpikeGuard:
         self._last_rolled_back: int | None = None
         self._num_repeated = 0
         self._can_act = self.watch.action != "warn"
-        # A roll-back can undo a step that is not finite, so its update is skipped instead of ending the run.
+        # With "roll_back", skip the update of a non-finite step instead of raising: the roll-back undoes the step.
         self.updater.skips_non_finite = self.watch.action == "roll_back"
 
     def detect(self, report: StepReport) -> Spike | None:
@@ -180,8 +180,8 @@ class SpikeGuard:
             self._can_act = self.updater.skips_non_finite = False
             self.notifier.spike(
                 "spike_watch_gave_up",
-                f"{spike}, although the learning rate was lowered {self._num_actions} times, to {self._factor:.3g} of "
-                "its original value. From now on the watch only warns.",
+                f"{spike}, after {self._num_actions} reactions; the learning rate is {self._factor:.3g} of the "
+                "schedule's. From now on the watch only warns.",
                 step,
             )
             return
@@ -214,7 +214,7 @@ class SpikeGuard:
         self.notifier.diagnosis("rolled_back", message, "warning", step=step)
 
     def _state_before(self, spike: Spike) -> KeptState | None:
-        """Return the newest copy from before a spike, or the older copy if the run spiked again after a roll-back."""
+        """Return the newest copy from before a spike, or the older one after `_MAX_RESTORED` roll-backs to it."""
         begin = spike.step - spike.num_steps - _MARGIN_STEPS
         while self._kept and self._kept[-1].step > begin:
             self._kept.pop()

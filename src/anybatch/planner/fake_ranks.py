@@ -113,7 +113,7 @@ def joint_limit(spec: StepSpec) -> int | None:
 class AllRows(nn.Module):
     """Replaces the function of `ab.joint`: repeats the traced rows to fill a whole effective batch.
 
-    Until the step ends, it also allocates the outputs and gradients that the engine keeps for untraced micro-batches.
+    It also allocates, until the step ends, the outputs and gradients that the engine keeps of untraced micro-batches.
     Slightly too much memory is planned, never too little, since the traced outputs stay in memory with their copies.
 
     Raises:

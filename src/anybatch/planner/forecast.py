@@ -60,7 +60,7 @@ _COUNT_NUMBERS = 4  # of each rank: whether it has failed, its count, whether it
 def control_bytes(num_parameters: int, *, counts_need_data: bool) -> tuple[int, int]:
     """Return the bytes that a rank sends before a step and at its end, from the second step on; 0: no message.
 
-    If counts need the data, `World.gather_from` gathers a few numbers before the step. At the end of the step
+    If the loss counts items in the data (tokens), `World.gather_from` gathers a few numbers before the step. At its end
     `parallel/agreement.py` gathers one loss, a byte per parameter, two more bytes, and `NUM_DIGESTS` digests.
     """
     counts = _NUMBER_BYTES * _COUNT_NUMBERS if counts_need_data else 0
@@ -189,7 +189,7 @@ def _row(
 def _replicated(
     workload: Workload, cluster: Cluster, num_ranks: int, micro_batches: Sequence[float]
 ) -> tuple[float, float]:
-    """Return the end times of the last backward and the last reduction, for replicas that reduce buckets meanwhile.
+    """Return the end times of the last backward and the last reduction, for replicas that reduce buckets during it.
 
     Buckets are completed at an even rate and reduced one after the other. If the network is slower than the backward,
     reductions follow each other without a pause; otherwise only the last bucket is exposed, or the last two if the last
@@ -310,7 +310,7 @@ def time_one_rank(
     clock: Callable[[], float] = time.perf_counter,
     world: World | None = None,
 ) -> Workload:
-    """Time steps with one micro-batch, two, and one of half the size; return the workload, with equal work per rank.
+    """Time steps with one micro-batch, two, and one of half the size; return a workload of equal ranks.
 
     With `a + b m` seconds for a micro-batch of m samples, and u for the update and other work once per step:
 

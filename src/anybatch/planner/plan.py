@@ -1,4 +1,4 @@
-"""Plan a training step without the device: the micro-batch size that fits, memory by purpose, and changes."""
+"""Plan a training step without the device: the micro-batch size that fits, memory by purpose, and changes that help."""
 
 import dataclasses
 import re
@@ -37,7 +37,7 @@ _NAME_WIDTH, _COLUMNS = 11, 80
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """The micro-batch size that fits on a device, and the limit; `print(plan)` shows the plan as text.
+    """The micro-batch size that fits on a device, and the reason for it; `print(plan)` shows the plan as text.
 
     Attributes:
         name: name of the recipe, model or class.
@@ -122,7 +122,7 @@ class Plan:
             lines += ["", *_answer(self, self.answer)]
         lines += ["", *counting_text(*counted_kinds(self.baseline)).splitlines()]
         lines += [f"note: {note}" for note in (*self.budget.notes, *self.notes)]
-        checked = "; linear in the batch, checked at a third size" if self.baseline.fits else ""
+        checked = "; memory grows linearly with the micro-batch, checked at a third size" if self.baseline.fits else ""
         lines.append(f"planned in {self.seconds:.1f} s without the device{checked}")
         return "\n".join(lines)
 
@@ -184,7 +184,7 @@ def _bound(plan: Plan) -> str:
 
 
 def _nothing_fits(plan: Plan) -> dict[str, str]:
-    """Return the rows if not even one sample fits, with the smallest change that would fit."""
+    """Return the rows if not even one sample fits, with the fastest change that would fit."""
     fit, usable = plan.baseline, max(0, plan.budget.usable_bytes)
     # A category that alone exceeds the budget is the reason, regardless of the others.
     nothing_left = (
@@ -208,7 +208,7 @@ def _nothing_fits(plan: Plan) -> dict[str, str]:
         "because": term,
         "peak": _moment(fit),
         # A combination is printed below.
-        **({} if plan.answer is not None else {"smallest": f"change that would fit: {change}"}),
+        **({} if plan.answer is not None else {"fastest": f"change that would fit: {change}"}),
     }
 
 

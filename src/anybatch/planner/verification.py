@@ -56,7 +56,7 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification
         PlanError: the plan is for several ranks, or its model or optimizer is an object instead of a function.
     """
     if spec.world_size > 1 or isinstance(spec.train, TrainSpec):
-        message = "only plans for one rank, with a `train` function, can be verified. Plan a function () -> TrainSpec."
+        message = "only plans for one rank, with a `train` function, can be verified: pass a function () -> TrainSpec."
         raise PlanError(message)
     new_train = spec.train()
     if isinstance(new_train.optimizer, Optimizer):

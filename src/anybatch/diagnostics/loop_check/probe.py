@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 TableGradient = Float64[Tensor, "sample position output"]
 MAX_FORWARDS = 200
-"""A loop that makes more forwards on 31 samples is stopped as endless."""
+"""A loop that makes more forwards is stopped as endless; it has the 31 samples of `judged_loop`."""
 TOLERANCE = 1e-5
 """Relative tolerance; rounding in float32 is smaller, and the smallest fault changes a weight by 0.1."""
 

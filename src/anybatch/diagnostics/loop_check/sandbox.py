@@ -1,7 +1,7 @@
 """Runs the user's code in a subprocess, in a temporary copy of the working folder, so that it changes no user files.
 
-Relative paths refer to the copy. An audit hook of Python refuses writes to other folders, programs, and connections to
-other machines. It does not see writes by C code (C++ and Rust too) to absolute paths, except by `torch.save`.
+Relative paths refer to the copy. An audit hook of Python refuses to write to other folders, to start programs, and to
+connect to other machines. It misses writes by C code (C++ and Rust too) to absolute paths, except by `torch.save`.
 """
 
 import errno

@@ -20,7 +20,7 @@ class DecoderConfig:
 
     `model_type` selects the kind of block. "gpt2": learned positions, LayerNorm, biases, an MLP of two matrices.
     "llama" and "mistral": rotary positions, RMSNorm, no biases, a gated MLP. "qwen2": Llama's with biases
-    of queries, keys and values. Each of the `num_key_value_heads` is shared by the same number of query heads.
+    of queries, keys and values. Query heads are divided evenly among the `num_key_value_heads`.
     """
 
     model_type: Literal["gpt2", "llama", "mistral", "qwen2"] = "llama"
@@ -112,9 +112,9 @@ KNOWN_MODELS: Mapping[str, DecoderConfig] = MappingProxyType(
 """Sizes in the models' published configurations.
 
 Source: Radford et al. 2019 (GPT-2); Grattafiori et al. 2024, table 3, and the model cards of Llama 3.1 and 3.2; Jiang
-et al. 2023, table 1 (Mistral 7B, with the vocabulary of its first version, and full attention instead of its window,
-which needs the same memory and, above 4,096 tokens, more time); the Qwen2.5 report, table 1 (the base model, with a
-context of 131,072).
+et al. 2023, table 1 (Mistral 7B, with the vocabulary of its first version, and full attention instead of its window:
+full attention needs the same memory and, above 4,096 tokens, more time); the Qwen2.5 report, table 1 (the base model,
+with a context of 131,072).
 """
 
 
