@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -24,7 +25,7 @@ skip_without("lightning", "anybatch[lightning]")
 
 import lightning.pytorch as pl  # noqa: E402 (skipped without it)
 import torchmetrics  # noqa: E402
-from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy  # noqa: E402
 
 from tests.integrations.lightning_runs import (  # noqa: E402
     LOSSES,
@@ -570,13 +571,26 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 }
 
 
+class Counting(Module):
+    """A module that notes the step of every reduction of DDP, which has one bucket."""
+
+    def on_fit_start(self) -> None:
+        self.reductions: list[int] = []
+
+        def reduced(_: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+            self.reductions.append(len(self.ids))
+            return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+        self.trainer.strategy.model.register_comm_hook(None, reduced)
+
+
 def fit_on_a_rank(name: str) -> dict[str, Any]:
     """Train on this rank, and return what the tests compare."""
     options, is_sharded, is_bf16 = as_rank(), name.startswith("FSDP2"), name.endswith("bfloat16")
     options["strategy"] = STRATEGIES.get(name, STRATEGIES["ddp"])()
     options["precision"] = "bf16-mixed" if is_bf16 else "32-true"
     dtype = torch.float32 if is_bf16 else torch.float64
-    kind = Logging if name == "metrics" else Module
+    kind = {"metrics": Logging, "ddp": Counting}.get(name, Module)
     module, before = kind(sync_dist=True, fail_at=FAILURES.get(name), shard=is_sharded, dtype=dtype), take_snapshot()
     trainer = seeded_fit(module, max_epochs=2, **options)
     return {
@@ -587,6 +601,7 @@ def fit_on_a_rank(name: str) -> dict[str, Any]:
         "logged": float(trainer.callback_metrics["train_loss_step"]) / module.losses[-1],
         "kind": type(module.net[1].weight.data).__name__,
         "calls": module.calls,
+        "reductions": getattr(module, "reductions", list(range(6))),
         "metric": float(trainer.callback_metrics.get("metric", MEAN_NUMBER)),
         "groups": [] if is_sharded else new_groups(before),  # a mesh of Lightning has groups
     }
@@ -614,6 +629,7 @@ def test_two_ranks(name: str, outcomes: list[dict[str, dict[str, Any]]]) -> None
         assert outcome["error"] < bound
         assert outcome["ids"] == epochs(2)
         assert (outcome["steps"], outcome["metric"], outcome["groups"]) == (6, MEAN_NUMBER, [])
+        assert outcome["reductions"] == list(range(6))
         assert outcome["kind"] == ("DTensor" if name.startswith("FSDP2") else "Tensor")
         assert [*outcome["losses"], outcome["logged"]] == pytest.approx([1.0] * 7, rel=bound)
         assert (outcome["calls"] > 14) == (name in FAILURES)
@@ -642,6 +658,19 @@ def test_resuming_on_another_number_of_ranks(tmp_path: Path) -> None:
         for ids, weights in outcome.value:
             assert ids == whole.ids[-len(ids) :]
             torch.testing.assert_close(weights, whole.weights(), rtol=1e-13, atol=1e-15)
+
+
+def fit_with_a_static_graph() -> str:
+    """Return the code of the error."""
+    with pytest.raises(UserError) as caught:
+        fit(Module(), **{**as_rank(), "strategy": DDPStrategy(static_graph=True)})
+    return caught.value.code
+
+
+@pytest.mark.ranks
+def test_a_static_graph_is_refused() -> None:
+    """DDP's static_graph, which needs a reduction in a fixed backward, is refused by code."""
+    assert [outcome.value for outcome in run_ranks(1, fit_with_a_static_graph)] == ["static_graph"]
 
 
 def run_out_with_fsdp(rank: int) -> None:

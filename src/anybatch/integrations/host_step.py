@@ -17,7 +17,7 @@ from anybatch.core.torch_internals import BufferKeeper
 from anybatch.data.random_state import HostDraws
 from anybatch.engine.micro_batch_size.oom_retry import free_cached_memory, release_frames
 from anybatch.engine.updater import StepState
-from anybatch.errors import CannotRedoError, warn_user
+from anybatch.errors import CannotRedoError, UserError, warn_user
 from anybatch.integrations.effective_batches import Share, Shares
 from anybatch.norms.layers import batch_norms
 
@@ -40,6 +40,11 @@ class HostStep:
     def __init__(
         self, model: nn.Module, device: torch.device, no_sync: Callable[[], AbstractContextManager[Any]]
     ) -> None:
+        if isinstance(model, DistributedDataParallel) and model.static_graph:
+            message = (
+                "DDP(static_graph=True) reduces in fixed backwards, but a step reduces once: leave static_graph out."
+            )
+            raise UserError(message, code="static_graph")
         self.model = model
         self.num_repeats = 0
         self._device = device

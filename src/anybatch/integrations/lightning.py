@@ -108,10 +108,8 @@ class _Loader:
 
     def __init__(self, loader: Any, callback: ExactSteps, trainer: Any) -> None:  # noqa: ANN401
         if not isinstance(loader, DataLoader):
-            message = (
-                "ab.exact needs one torch DataLoader for training, whose samples it divides into steps, not "
-                f"{type(loader).__name__}. Join data sets with torch.utils.data.ConcatDataset."
-            )
+            found = type(loader).__name__
+            message = f"ab.exact needs one torch DataLoader, not {found}: join data sets with ConcatDataset."
             raise DataError(message, code="not_one_loader")
         self.dataset: Any = loader.dataset
         self._user_loader, self._callback, self._trainer = loader, callback, trainer
@@ -329,11 +327,8 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_accumulation(trainer: Any) -> None:  # noqa: ANN401
-    if trainer.accumulate_grad_batches != 1:
-        message = (
-            f"accumulate_grad_batches is {trainer.accumulate_grad_batches}, but effective_batch_size= sets the number "
-            "of micro-batches of a step. Set it to 1."
-        )
+    if (number := trainer.accumulate_grad_batches) != 1:
+        message = f"accumulate_grad_batches is {number}, but effective_batch_size= sets micro-batches: set it to 1."
         raise UserError(message, code="accumulate_grad_batches")
 
 
