@@ -233,6 +233,13 @@ class Stream(torch.utils.data.IterableDataset[Any]):
         return iter(())
 
 
+class OwnBatches(hf.Trainer):  # type: ignore[misc]
+    """A trainer that chooses its batches, as those of sentence-transformers do."""
+
+    def get_batch_sampler(self) -> None:
+        """Do nothing."""
+
+
 def test_refusals(tmp_path: Path) -> None:
     """Sizes below 1, streams, other orders of batches and epochs without a step are refused by code."""
     for size in (0, -1, 2.5):
@@ -240,6 +247,8 @@ def test_refusals(tmp_path: Path) -> None:
             ab.exact(Run(HEADS["Llama"], tmp_path).trainer, effective_batch_size=size)  # type: ignore[arg-type]
     with raises(UserError, "batch_rebalance"):
         trained(Run(HEADS["Llama"], tmp_path, train_sampling_strategy="batch_rebalance"))
+    with raises(UserError, "own_batches"):
+        trained(Run(HEADS["Llama"], tmp_path, OwnBatches))
     run = Run(HEADS["Llama"], tmp_path, max_steps=2)
     run.trainer.train_dataset = Stream()
     with raises(DataError, "iterable_data"):

@@ -127,6 +127,12 @@ def _reasons_for_batches(trainer: Any) -> tuple[_Refusal, ...]:  # noqa: ANN401
             "effective_batch_size=: use 'random', 'sequential' or 'group_by_length'",
         ),
         _Refusal(
+            "own_batches",
+            hasattr(trainer, "get_batch_sampler"),
+            f"{type(trainer).__name__} chooses the samples of each batch: leave out effective_batch_size=; for a loss "
+            "that compares samples, use anybatch.integrations.Joint(loss) instead",
+        ),
+        _Refusal(
             "model_parallel",
             max(trainer.get_tp_size(), trainer.get_cp_size(), trainer.get_sp_size()) > 1,
             "with tensor, context or sequence parallelism several ranks have the same samples, but "
