@@ -11,7 +11,7 @@ from torch import nn
 import anybatch as ab
 from anybatch.data.indexed import sample_order
 from anybatch.errors import BatchSizeError, DataError, UserError
-from tests.integrations.heads import HEADS, Head, collate, hf, samples_of
+from tests.integrations.heads import HEADS, Head, Sample, collate, hf, samples_of
 from tests.integrations.trainer_runs import MICRO_BATCH_SIZE, NUM_SAMPLES, STEPS, Run
 from tests.raising import raises
 
@@ -122,6 +122,49 @@ def test_callbacks_clipping_and_tokens(tmp_path: Path) -> None:
     assert norms == pytest.approx(expected, rel=1e-6)
     assert run.trainer.state.num_input_tokens_seen == sum(len(sample["input_ids"]) for sample in run.samples)
     assert run.trainer.state.total_flos > 0
+
+
+def test_clipping_acts_on_the_norm_of_the_effective_batch(tmp_path: Path) -> None:
+    """One step equals a plain step with all samples in one batch, clipped once."""
+    run = trained(Run(HEADS["BERT, masked"], tmp_path, max_grad_norm=0.5, learning_rate=0.1), NUM_SAMPLES)
+    alone = run.head.model().double()
+    alone.load_state_dict(run.initial)
+    alone(**collate(run.samples)).loss.backward()
+    norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+
+    assert norm > 0.5
+    assert run.trainer.state.log_history[0]["grad_norm"] == pytest.approx(float(norm))
+    expected = torch.cat([value.double().flatten() for value in alone.state_dict().values()])
+    assert float((run.weights() - expected).norm() / expected.norm()) < BOUND
+
+
+def test_samples_without_targets_add_nothing(tmp_path: Path) -> None:
+    """A micro-batch whose labels are all masked adds nothing to gradient and loss, instead of NaN."""
+
+    def half_empty(generator: torch.Generator, length: int) -> Sample:
+        sample = HEADS["BERT, tokens"].sample(generator, length)
+        return sample if length % 2 else {**sample, "labels": torch.full_like(sample["labels"], -100)}
+
+    options: dict[str, Any] = {"per_device_train_batch_size": 1, "logging_nan_inf_filter": False}
+    run = trained(Run(Head(HEADS["BERT, tokens"].model, half_empty), tmp_path, **options))
+    windows = run.effective_batches(SIZE)
+
+    assert run.worst_error(windows=windows) < BOUND
+    assert run.losses() == pytest.approx(run.losses_of(windows), rel=1e-6)
+
+
+def test_label_smoothing(tmp_path: Path) -> None:
+    """Label smoothing changes the loss, but not its divisor."""
+    run = trained(Run(HEADS["Llama"], tmp_path, label_smoothing_factor=0.1))
+
+    def loss(model: nn.Module, batch: Sample) -> torch.Tensor:
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        targets = batch["labels"][:, 1:].flatten()
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, label_smoothing=0.1)
+
+    in_float32 = 0.1 * torch.finfo(torch.float32).eps  # in which the Trainer adds the smoothed part
+    assert run.worst_error(loss, run.effective_batches(SIZE)) < in_float32
 
 
 @pytest.mark.slow
