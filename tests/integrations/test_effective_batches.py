@@ -65,6 +65,16 @@ def test_epochs_differ_and_repeat() -> None:
     assert counted(loader) == first
 
 
+def test_skipped_batches() -> None:
+    """One iteration can leave out the first effective batches, to resume an epoch; the next one has them again."""
+    loader = loader_of(23)
+    whole = counted(loader)
+    loader.batch_sampler.num_skipped = 4  # type: ignore[union-attr]
+
+    assert counted(loader) == whole[4:]
+    assert counted(loader) == whole
+
+
 def test_samplers_are_kept() -> None:
     """A sequential loader stays sequential, and a weighted sampler draws the same samples on every rank."""
     assert counted(loader_of(7, shuffle=False)) == [[0, 1, 2, 3], [4, 5, 6]]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
@@ -577,7 +578,7 @@ class Counting(Module):
     def on_fit_start(self) -> None:
         self.reductions: list[int] = []
 
-        def reduced(_: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        def reduced(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
             self.reductions.append(len(self.ids))
             return allreduce_hook(None, bucket)  # type: ignore[arg-type]
 
@@ -636,11 +637,15 @@ def test_two_ranks(name: str, outcomes: list[dict[str, dict[str, Any]]]) -> None
 
 
 def resume_on_a_rank(folder: Path) -> list[tuple[list[list[int]], Tensor]]:
-    """Save on two ranks, and resume a checkpoint of one rank; return the samples and weights of both runs."""
-    whole, rest = Module(), Module()
-    seeded_fit(whole, Save(folder / "two", 5), max_epochs=3, **as_rank())
-    fit(rest, max_epochs=3, ckpt_path=folder / "one", **as_rank())
-    return [(module.ids, module.weights()) for module in (whole, rest)]
+    """Save on two ranks, also with FSDP2, and resume; also a checkpoint of one rank. Return samples and weights."""
+    runs = []
+    for shard, saved, resumed in ((False, "two", "one"), (True, "sharded", "sharded")):
+        strategy = STRATEGIES["FSDP2" if shard else "ddp"]
+        whole, rest = Module(shard=shard), Module(shard=shard)
+        seeded_fit(whole, Save(folder / saved, 5), max_epochs=3, **{**as_rank(), "strategy": strategy()})
+        fit(rest, max_epochs=3, ckpt_path=folder / resumed, **{**as_rank(), "strategy": strategy()})
+        runs += [(module.ids, module.weights()) for module in (whole, rest)]
+    return runs
 
 
 @pytest.mark.ranks
