@@ -9,12 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import anybatch as ab
-from anybatch.errors import DoesNotFitError
+from anybatch.core.tensors import relative_error
+from anybatch.core.torch_internals import TorchDispatchMode
+from anybatch.errors import DoesNotFitError, UserError
 from anybatch.testing import RankOutcome, run_ranks
-from tests.integrations.heads import HEADS, Head, classified, hf
-from tests.integrations.trainer_runs import Run, join_ranks
+from tests.integrations.heads import HEADS, Head, classified, collate, hf
+from tests.integrations.trainer_runs import Run, gradients, join_ranks
+from tests.raising import raises
 
 pytest.importorskip("accelerate", reason="needs the extra anybatch[transformers]")
 
@@ -311,3 +315,71 @@ def test_a_sample_that_does_not_fit_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(DoesNotFitError):
         ab.exact(run.trainer, effective_batch_size=SIZE).train()
     assert not run.steps
+
+
+class ReduceScatters(TorchDispatchMode):
+    """Counts reduce-scatters."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count the call."""
+        del types
+        self.number += "reduce_scatter" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def sharded_steps_on_a_rank(folder: Path) -> list[tuple[float, int]]:
+    """Train a model that transformers has sharded; return the error and the number of reduce-scatters of each step."""
+    join_ranks()
+    torch.manual_seed(1)
+    head, initial, steps = HEADS["Llama"], HEADS["Llama"].model().double(), []
+    if dist.get_rank() == 0:
+        initial.save_pretrained(folder / "model")  # type: ignore[operator]
+    dist.barrier()
+
+    def load() -> nn.Module:
+        sharded: nn.Module = hf.LlamaForCausalLM.from_pretrained(
+            folder / "model", distributed_config=hf.DistributedConfig(fsdp_size=2), dtype=torch.float64
+        )
+        return sharded
+
+    run = Run(Head(load, head.sample), folder, num_samples=NUM_SAMPLES, ddp_backend="gloo")
+    trainer = run.trainer
+    with raises(UserError, "fsdp"):
+        ab.exact(trainer)
+    ab.exact(trainer, effective_batch_size=SIZE)
+    training_step = trainer.training_step
+
+    def noting(model: nn.Module, share: Any, num_items: Any) -> torch.Tensor:
+        with ReduceScatters() as count:  # type: ignore[no-untyped-call]  # torch's
+            loss: torch.Tensor = training_step(model, share, num_items)
+        steps.append(({name: gathered(parameter) for name, parameter in run.model.named_parameters()}, count.number))
+        return loss
+
+    trainer.training_step = noting
+    trainer.train()
+    found = []
+    for (sharded, num_reductions), window in zip(steps, run.effective_batches(SIZE), strict=True):
+        initial.zero_grad()
+        initial(**collate(window)).loss.backward()
+        found.append((relative_error(sharded, gradients(initial)), num_reductions))
+    return found
+
+
+def gathered(parameter: nn.Parameter) -> torch.Tensor:
+    """Return the gradient of all ranks' parts of a parameter."""
+    assert isinstance(parameter.grad, DTensor)
+    return parameter.grad.full_tensor()
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(hf, "DistributedConfig"), reason="this transformers does not shard models")
+def test_models_sharded_by_fsdp2(tmp_path: Path) -> None:
+    """With FSDP2 the steps are exact, and each reduces once, regardless of its number of micro-batches."""
+    for of_rank in values_of(run_ranks(2, sharded_steps_on_a_rank, tmp_path)):
+        errors, reductions = zip(*of_rank, strict=True)
+        assert max(errors) < BOUND
+        assert len(set(reductions)) == 1, reductions  # the last step has a single micro-batch
+        assert reductions[0] > 0

@@ -50,7 +50,7 @@ def make_exact(
     effective_batch_size: int | None,
 ) -> None:
     """Replace the methods of a trainer that count items, compute losses and, with an effective batch size, load it."""
-    _refuse(_reasons(trainer))
+    _refuse(_reasons(trainer, effective_batch_size))
     count = count.count or num_rows if isinstance(count, Term) else count
     if effective_batch_size is None:
         exact = _ExactLoss(trainer, count)
@@ -70,7 +70,7 @@ def _refuse(reasons: Sequence[_Refusal]) -> None:
             raise UserError(message, code=refusal.code)
 
 
-def _reasons(trainer: Any) -> tuple[_Refusal, ...]:  # noqa: ANN401
+def _reasons(trainer: Any, effective_batch_size: int | None) -> tuple[_Refusal, ...]:  # noqa: ANN401
     args, config = trainer.args, getattr(trainer.model, "config", None)
     return (
         _Refusal(
@@ -96,8 +96,9 @@ def _reasons(trainer: Any) -> tuple[_Refusal, ...]:  # noqa: ANN401
         ),
         _Refusal(
             "fsdp",
-            bool(trainer.is_fsdp_enabled),
-            "FSDP inside the trainer has not been tested: use DDP, or ab.Engine with strategy='fsdp'",
+            trainer.is_fsdp_enabled or (effective_batch_size is None and isinstance(trainer.model, FSDPModule)),
+            "of FSDP, only models from from_pretrained(distributed_config=DistributedConfig(fsdp_size=...)) work, and "
+            "only with effective_batch_size=: use these, DDP, or ab.Engine with strategy='fsdp'",
         ),
         _Refusal(
             "auto_find_batch_size",
@@ -409,8 +410,7 @@ class _EffectiveBatches(_ExactLoss):
 @contextmanager
 def _undoable(trainer: Any) -> Iterator[Callable[[], None]]:  # noqa: ANN401
     """Hold logs back until the context ends, and yield a function that drops them and restores TRL's metrics."""
-    metrics = _metrics_of(trainer)
-    logs: list[Any] = []
+    metrics, logs = _metrics_of(trainer), list[Any]()
 
     def undo() -> None:
         logs.clear()
