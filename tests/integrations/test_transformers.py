@@ -186,7 +186,7 @@ def test_a_declared_count(scale: float, tmp_path: Path) -> None:
         ab.exact(refused.trainer).train()
 
     run = Run(head, tmp_path, compute_loss_func=weighted)
-    ab.exact(run.trainer, count=lambda batch: weights[batch["labels"]].sum()).train()
+    ab.exact(run.trainer, count=lambda batch: weights[batch["labels"]].sum().item()).train()
 
     def loss(model: nn.Module, batch: Sample) -> torch.Tensor:
         inputs = {key: value for key, value in batch.items() if key != "labels"}

@@ -298,7 +298,7 @@ class Window:
             return loss.nan_to_num(0.0) * 0.0
         if key not in self._divisors:
             self._divisors[key] = self._divisor(counter)
-        items = micro_batch.weight * torch.as_tensor(counter(micro_batch.batch)).to(self._divisors[key])
+        items = micro_batch.weight * self._items(counter, micro_batch.batch)
         factor = items * self._accelerator.num_processes / self._divisors[key]  # DDP and FSDP average over ranks
         # The mean over no items is NaN, and is left out.
         scaled: Tensor = torch.where(items > 0, loss, loss.nan_to_num(0.0)) * factor
@@ -314,9 +314,13 @@ class Window:
         device = self._accelerator.device
         total = torch.zeros((), dtype=widest_dtype(device), device=device)
         for batch, weight in zip(self._share.micro_batches, self._share.weights, strict=True):
-            total += weight * torch.as_tensor(counter(batch)).to(total)
+            total += weight * self._items(counter, batch)
         total = torch.as_tensor(self._accelerator.reduce(total, "sum"))
         return total.where(total > 0, 1.0)
+
+    def _items(self, counter: ItemCounter, batch: Any) -> Tensor:  # noqa: ANN401
+        device = self._accelerator.device
+        return torch.as_tensor(counter(batch), dtype=widest_dtype(device), device=device)
 
     def _on_device(self, batch: Any) -> Any:  # noqa: ANN401
         # Items are counted in the micro-batch as loaded, so the loop may remove fields from its copy.

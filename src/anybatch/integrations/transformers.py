@@ -186,7 +186,7 @@ class _ExactLoss:
         # One dtype on all ranks: counts may be fractions, and a rank may have no micro-batch.
         total = torch.zeros((), dtype=widest_dtype(device), device=device)
         for batch in window:
-            total += torch.as_tensor(self._count(batch), device=device)
+            total += torch.as_tensor(self._count(batch), dtype=total.dtype, device=device)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(total)
         return torch.where(total > 0, total, 1.0)
@@ -206,7 +206,8 @@ class _ExactLoss:
         if num_items_in_batch is None or not model.training:
             return self.host["compute_loss"](model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         reduction, ranks = self._reduction, self._trainer.accelerator.num_processes * self._weight
-        items = torch.as_tensor(self._count(inputs), device=num_items_in_batch.device)  # before labels are popped
+        dtype, device = num_items_in_batch.dtype, num_items_in_batch.device
+        items = torch.as_tensor(self._count(inputs), dtype=dtype, device=device)  # before labels are popped
         divisor = num_items_in_batch if reduction.divides else None
         result = self.host["compute_loss"](model, inputs, return_outputs, num_items_in_batch=divisor)
         loss, outputs = result if return_outputs else (result, None)
