@@ -179,7 +179,7 @@ def epoch_on_a_rank(name: str, loop: str, prepare_loader: bool) -> tuple[Any, ..
     """Check an epoch with one reduction per step, and return the samples of its windows."""
     run, reductions = Run(HEADS[name], prepare_loader=prepare_loader), []
 
-    def reduce(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    def reduce(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         reductions.append(bucket.index())
         return allreduce_hook(group, bucket)
 
