@@ -1,11 +1,13 @@
 """The time of a step of transformers' Trainer alone, with `ab.exact`, and with an effective batch size.
 
 All train a small Llama on the CPU with the same micro-batches: 4 per rank, of 4 samples each. One after another trains
-for a few steps in each round, in the same process, so that a busy machine slows all of them alike.
+for a few steps in each round, in the same process, so that a busy machine slows all of them alike. The processor time
+of rank 0 is shown too, because it depends less on other programs.
 
     python benchmarks/trainer_overhead.py [--ranks 2] [--rounds 7] [--out benchmarks/results/NAME.md]
 """
 
+import itertools
 import os
 import statistics
 import tempfile
@@ -25,22 +27,24 @@ NUM_WARM_UP = 5  # steps of each training, the first of which finds out which it
 MICRO_BATCH_SIZE, ACCUMULATION = 4, 4
 NUM_TOKENS = 48
 WAYS = ("Trainer", "`ab.exact(trainer)`", "`ab.exact(trainer, effective_batch_size=)`")
-Seconds = dict[str, list[float]]
+Times = tuple[float, float]
+"""Seconds, and seconds of the processor."""
+Seconds = dict[str, list[Times]]
 
 
 class Clock(transformers.TrainerCallback):
     """Notes the end of each step."""
 
     def __init__(self) -> None:
-        self.ends: list[float] = []
+        self.ends: list[Times] = []
 
     def on_step_end(self, *_: object, **__: object) -> None:
         """Note the time."""
-        self.ends.append(time.perf_counter())
+        self.ends.append((time.perf_counter(), time.process_time()))
 
 
-def seconds_per_step(way: str, num_ranks: int, folder: str) -> float:
-    """Return the median time of a step."""
+def seconds_per_step(way: str, num_ranks: int, folder: str) -> Times:
+    """Return the median times of a step."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=512,
@@ -77,8 +81,11 @@ def seconds_per_step(way: str, num_ranks: int, folder: str) -> float:
         size = MICRO_BATCH_SIZE * ACCUMULATION * num_ranks if way == WAYS[2] else None
         ab.exact(trainer, effective_batch_size=size)
     trainer.train()
-    times = [after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False)]
-    return statistics.median(times[NUM_WARM_UP:])
+    ends = clock.ends[NUM_WARM_UP:]
+    wall, processor = (
+        statistics.median(after[kind] - before[kind] for before, after in itertools.pairwise(ends)) for kind in (0, 1)
+    )
+    return wall, processor
 
 
 def measure(num_ranks: int, num_rounds: int) -> Seconds:
@@ -101,11 +108,15 @@ def measure(num_ranks: int, num_rounds: int) -> Seconds:
 
 def rows(seconds: Seconds) -> list[str]:
     """Return the table: medians, and the median ratio of neighbouring trainings with its quartiles."""
-    lines = ["| steps of | ms | ratio to the Trainer | quartiles |", "|---|--:|--:|--:|"]
+    lines = ["| steps of | ms | ratio (quartiles) | processor ms | ratio (quartiles) |", "|---|--:|--:|--:|--:|"]
     for way, times in seconds.items():
-        ratios = [one / alone for one, alone in zip(times, seconds[WAYS[0]], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        lines.append(f"| {way} | {statistics.median(times) * 1e3:.1f} | {middle:.3f} | {low:.3f} to {high:.3f} |")
+        cells = []
+        for kind in (0, 1):
+            ratios = [one[kind] / alone[kind] for one, alone in zip(times, seconds[WAYS[0]], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            milliseconds = statistics.median(one[kind] for one in times) * 1e3
+            cells.append(f"{milliseconds:.1f} | {middle:.3f} ({low:.3f} to {high:.3f})")
+        lines.append(f"| {way} | {' | '.join(cells)} |")
     return lines
 
 
