@@ -71,6 +71,17 @@ def test_kinds_of_items(name: str) -> None:
     assert int(counter(token_batch([5, 2]))) == {"samples": 2, "tokens": 7, "shifted tokens": 5}[items]
 
 
+def test_as_many_targets_as_samples_by_chance() -> None:
+    """A first micro-batch with one target per sample does not make a later one, with more targets, an error."""
+    counter = ItemCounter(None)
+    for length in (2, 5):
+        batch = token_batch([length, length], masked=1)
+        counter.observe(over_tokens(torch.randn(2, length, CLASSES, requires_grad=True), batch), batch)
+
+    assert counter.items == "tokens"
+    assert int(counter(token_batch([6, 3]))) == 9
+
+
 @pytest.mark.parametrize(
     "function", [F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits]
 )

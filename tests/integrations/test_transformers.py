@@ -171,6 +171,71 @@ def test_a_micro_batch_without_targets_adds_nothing(tmp_path: Path) -> None:
     assert run.worst_error() < BOUND
 
 
+def test_most_samples_without_targets(tmp_path: Path) -> None:
+    """The items are found out also where the samples of the first micro-batch have no targets, as with random masks."""
+
+    def rarely_labelled(generator: torch.Generator, length: int) -> Sample:
+        sample = HEADS["BERT, tokens"].sample(generator, length)
+        return sample if length > 16 else {**sample, "labels": torch.full_like(sample["labels"], -100)}
+
+    run = Run(Head(HEADS["BERT, tokens"].model, rarely_labelled), tmp_path)
+    ab.exact(run.trainer).train()
+
+    assert run.worst_error() < BOUND
+
+
+class Pixels(nn.Module):
+    """A model that classifies pixels, with a mean over pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 3)
+
+    def forward(self, image: torch.Tensor, labels: torch.Tensor, **_: Any) -> Any:
+        """Return the loss."""
+        scores = self.layer(image[..., None])
+        return hf.modeling_outputs.ModelOutput(loss=nn.functional.cross_entropy(scores.flatten(0, 2), labels.flatten()))
+
+
+def test_labels_of_pixels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mean over labelled pixels is found, and exact."""
+
+    def picture(generator: torch.Generator, length: int) -> Sample:
+        labels = torch.randint(3, (4, 5), generator=generator)
+        labels.flatten()[:length] = -100
+        return {"image": torch.randn(4, 5, generator=generator).double(), "labels": labels}
+
+    run = Run(Head(Pixels, picture), tmp_path)
+    ab.exact(run.trainer).train()
+
+    assert run.worst_error() < BOUND
+    assert "a mean over tokens." in capsys.readouterr().out
+
+
+class RandomMask(nn.Module):
+    """A model that draws a mask in every forward, also in eval mode, as masked autoencoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Embedding(64, 8)
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
+        """Return a mean over samples."""
+        mask = torch.rand(len(input_ids), 8) > 0.5
+        return {"loss": (self.layer(input_ids).mean(1).square() * mask).mean()}
+
+
+def test_a_model_that_draws_masks(tmp_path: Path) -> None:
+    """Its items are not found out, but a declared count is accepted: the loss does not seem to be partly divided."""
+    head = Head(RandomMask, classified)
+    with raises(LossError, "unknown_items"):
+        ab.exact(Run(head, tmp_path).trainer).train()
+
+    run = Run(head, tmp_path)
+    ab.exact(run.trainer, count=ab.samples()).train()
+    assert len(run.steps) == len(run.windows())
+
+
 @pytest.mark.parametrize("scale", [1.0, 0.01])
 def test_a_declared_count(scale: float, tmp_path: Path) -> None:
     """`count=` sets the divisor of a loss whose items the probe cannot find out, also if a step counts less than 1."""

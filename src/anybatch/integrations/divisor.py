@@ -181,7 +181,8 @@ def _fields(batch: Any) -> Batch:  # noqa: ANN401
 def _candidates(fields: Batch) -> dict[str, Callable[[Batch], Any]]:
     counts, labels = counts_for("labels"), fields.get("labels")
     of_tokens = isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dim() > 1
-    return counts if of_tokens else {"samples": counts["samples"]}
+    # Tokens first: a few targets may by chance be as many as the samples.
+    return {name: counts[name] for name in (("tokens", "shifted tokens", "samples") if of_tokens else ("samples",))}
 
 
 def _gathered(fitting: Fitting) -> list[Fitting]:

@@ -179,11 +179,9 @@ def _by_own_count(loss: Loss, batches: list[Batch], counts: Counts) -> Reduction
     rows, seen = [], []
     for batch in batches:
         try:
-            seen.append(DIVISOR * loss(batch, torch.tensor(DIVISOR)) / loss(batch, None))
+            seen.append(DIVISOR * loss(batch, torch.tensor(DIVISOR)) / (loss(batch, None) or math.nan))
         except TypeError as error:
-            message = (
-                "the loss needs num_items_in_batch: name the items it averages over: ab.exact(trainer, count=...)."
-            )
+            message = "the loss needs num_items_in_batch: name the items that it counts: ab.exact(trainer, count=...)."
             raise LossError(message, code="unknown_items") from error
         rows.append({name: float(count(batch)) for name, count in counts.items()})
     for name in counts:
@@ -266,11 +264,11 @@ def _relabelled(batch: Batch, labels: str, num_classes: int) -> Iterator[Batch]:
 
 def _masked(labels: Tensor, number: int) -> Tensor:
     """Mask another number of labels in every row, and the first position, which may be no target, in every second."""
-    labels = labels.clone()
-    for row, targets in enumerate(labels):
-        valid = [place for place in targets.ne(IGNORED).nonzero().flatten().tolist() if place > 0]
+    labels = labels.clone(memory_format=torch.contiguous_format)
+    for row, targets in enumerate(labels.flatten(1)):
+        valid = [place for place in targets.ne(IGNORED).nonzero().flatten().tolist() if place > 0] or [-1]
         num_kept = max(1, len(valid) * (row + number + 1) // (NUM_TRIALS + MAX_ROWS))
-        first = targets[valid[0]].item() if valid else IGNORED
         targets[valid[num_kept:]] = IGNORED
+        targets[valid[0]] = first = max(int(targets[valid[0]]), 0)  # a row without targets gets one
         targets[0] = first if (row + number) % 2 else IGNORED
     return labels
