@@ -24,14 +24,11 @@ def exact(
 @overload
 def exact(
     trainer: None = None, *, effective_batch_size: int | None = None, count: Term | Callable[[Any], Any] | None = None
-) -> Any: ...  # noqa: ANN401 (a callback of an optional package)
+) -> Any: ...
 
 
 def exact(
-    trainer: Any = None,
-    *,
-    effective_batch_size: int | None = None,
-    count: Term | Callable[[Any], Any] | None = None,
+    trainer: Any = None, *, effective_batch_size: int | None = None, count: Term | Callable[[Any], Any] | None = None
 ) -> Any:
     """Make every optimizer step of a trainer use the gradient of all its micro-batches as one batch.
 

@@ -23,13 +23,12 @@ from torch.utils.data import DataLoader
 
 from anybatch.core.geometry import ceil_div, checked_int
 from anybatch.core.loss_kinds import Term
-from anybatch.core.tensors import widest_dtype
 from anybatch.core.torch_internals import num_changes, uncompiled
 from anybatch.core.tree import tensors_of
 from anybatch.errors import UserError, warn_user
-from anybatch.integrations.divisor import ItemCounter
-from anybatch.integrations.effective_batches import Share, ShareLoader, World, innermost_batch_sampler, share_loader
-from anybatch.integrations.host_step import HostStep
+from anybatch.integrations.divisor import ItemCounter, StepItems
+from anybatch.integrations.effective_batches import Share, ShareLoader, World, share_loader, upper_limit
+from anybatch.integrations.host_step import HostStep, refuse, replaced
 
 NUM_CHECKED_WINDOWS = 2
 """Windows that must begin without gradients; the check waits for the device if the gradients are zeros."""
@@ -58,7 +57,7 @@ WRONG_LOOPS = MappingProxyType(
 
 
 def windows(
-    accelerator: Any,  # noqa: ANN401 (optional package)
+    accelerator: Any,
     loader: DataLoader[Any],
     *,
     effective_batch_size: int,
@@ -101,7 +100,7 @@ def windows(
         DoesNotFitError: in `window.backward`, if a single sample does not fit into memory.
     """
     _refuse(accelerator, loader)
-    ranks, size = accelerator.num_processes, getattr(innermost_batch_sampler(loader), "batch_size", 1)
+    ranks, size = accelerator.num_processes, upper_limit(loader)
     size = ceil_div(size, ranks) if accelerator.split_batches else size
     shares = share_loader(loader, effective_batch_size, size, World(accelerator.process_index, ranks), seed=seed)
     shares.set_epoch(checked_int("epoch", epoch, minimum=0))
@@ -184,7 +183,7 @@ class Window:
         self._is_early = is_early
         self._num_passes = 0
         self._current: _MicroBatch | None = None
-        self._divisors: dict[tuple[int, int], Tensor] = {}
+        self._items: dict[tuple[int, int], StepItems] = {}
         self._total = torch.zeros((), device=owner.accelerator.device)
         self._guard = _Guard(())
 
@@ -211,7 +210,7 @@ class Window:
             if number < last:
                 self._guard.end_micro_batch()
 
-    def scale(self, loss: Tensor, batch: Any) -> Tensor:  # noqa: ANN401 (any nested batch)
+    def scale(self, loss: Tensor, batch: Any) -> Tensor:
         """Return a micro-batch's part in the loss of the effective batch, for `accelerator.backward`.
 
         Args:
@@ -228,7 +227,11 @@ class Window:
             if self._accelerator.sync_gradients is not current.is_last:
                 _refuse_loop("accumulate_inside")
             self._guard.begin_backward(is_early=self._is_early)
-        return self._weighted(loss, current, lambda: None)
+        items = self._items_of((self._num_passes, current.num_losses), lambda: None)
+        current.num_losses += 1
+        scaled, _ = items.weighted(loss, current.batch, current.weight)
+        self._total = self._total + scaled.detach()
+        return scaled
 
     def backward(self, loss_function: Callable[[Any], Tensor], model: nn.Module) -> Tensor:
         """Run all micro-batches, reduce the gradient once, and return the loss of the effective batch over all ranks.
@@ -247,13 +250,10 @@ class Window:
         step = self._owner.step_of(model)
         self._guard.begin_backward(is_early=self._is_early)
         self._accelerator.sync_gradients = True
-        key = (self._num_passes, 0)
-        if self._counter(key).items:  # otherwise the divisor is counted after the first loss
-            self._divisors[key] = self._divisor(self._counter(key))
+        items = self._items_of((self._num_passes, 0), step.check_other_ranks)
 
-        def run(batch: Any, weight: float, _: Share) -> Tensor:  # noqa: ANN401
-            loss = loss_function(self._on_device(batch))
-            scaled = self._weighted(loss, _MicroBatch(batch, weight), step.check_other_ranks)
+        def run(batch: Any, weight: float) -> Tensor:
+            scaled, _ = items.weighted(loss_function(self._on_device(batch)), batch, weight)
             self._accelerator.backward(scaled)
             return scaled
 
@@ -287,42 +287,15 @@ class Window:
         if self._current is not None and not self._current.num_losses:
             _refuse_loop("not_scaled")
 
-    def _weighted(self, loss: Tensor, micro_batch: _MicroBatch, check_other_ranks: Callable[[], None]) -> Tensor:
-        key = (self._num_passes, micro_batch.num_losses)
-        micro_batch.num_losses += 1
-        counter = self._counter(key)
-        if not counter.is_found:
-            check_other_ranks()  # before `observe` communicates
-        counter.observe(loss, micro_batch.batch)
-        if not counter.items:  # no rank has had any items
-            return loss.nan_to_num(0.0) * 0.0
-        if key not in self._divisors:
-            self._divisors[key] = self._divisor(counter)
-        items = micro_batch.weight * self._items(counter, micro_batch.batch)
-        factor = items * self._accelerator.num_processes / self._divisors[key]  # DDP and FSDP average over ranks
-        # The mean over no items is NaN, and is left out.
-        scaled: Tensor = torch.where(items > 0, loss, loss.nan_to_num(0.0)) * factor
-        self._total = self._total + scaled.detach()
-        return scaled
+    def _items_of(self, key: tuple[int, int], check_other_ranks: Callable[[], None]) -> StepItems:
+        """Return the items of a loss: the losses of a micro-batch are numbered, since each has its own items."""
+        if key not in self._items:
+            counter = self._owner.counters.setdefault(key, self._owner.new_counter())
+            device, ranks = self._accelerator.device, self._accelerator.num_processes
+            self._items[key] = StepItems(counter, self._share, device, ranks, check_other_ranks)
+        return self._items[key]
 
-    def _counter(self, key: tuple[int, int]) -> ItemCounter:
-        """Return the counter of a loss: the losses of a micro-batch are numbered, since each has its own items."""
-        return self._owner.counters.setdefault(key, self._owner.new_counter())
-
-    def _divisor(self, counter: ItemCounter) -> Tensor:
-        """Return the number of items in the effective batch; ranks call it together."""
-        device = self._accelerator.device
-        total = torch.zeros((), dtype=widest_dtype(device), device=device)
-        for batch, weight in zip(self._share.micro_batches, self._share.weights, strict=True):
-            total += weight * self._items(counter, batch)
-        total = torch.as_tensor(self._accelerator.reduce(total, "sum"))
-        return total.where(total > 0, 1.0)
-
-    def _items(self, counter: ItemCounter, batch: Any) -> Tensor:  # noqa: ANN401
-        device = self._accelerator.device
-        return torch.as_tensor(counter(batch), dtype=widest_dtype(device), device=device)
-
-    def _on_device(self, batch: Any) -> Any:  # noqa: ANN401
+    def _on_device(self, batch: Any) -> Any:
         # Items are counted in the micro-batch as loaded, so the loop may remove fields from its copy.
         batch = copy.copy(batch) if isinstance(batch, Mapping) else batch
         if not self._accelerator.device_placement:
@@ -371,29 +344,27 @@ def _refuse_loop(code: str) -> NoReturn:
 
 
 @contextmanager
-def _one_step_per_window(accelerator: Any) -> Iterator[None]:  # noqa: ANN401
+def _one_step_per_window(accelerator: Any) -> Iterator[None]:
     """Let backward, schedulers and clipping follow `accelerator.sync_gradients`; restore all but the schedulers."""
 
     def on_last(clip: Callable[..., Any]) -> Callable[..., Any]:
-        def clip_on_last(*args: Any, **options: Any) -> Any:  # noqa: ANN401
+        def clip_on_last(*args: Any, **options: Any) -> Any:
             return clip(*args, **options) if accelerator.sync_gradients else torch.zeros((), device=accelerator.device)
 
         return clip_on_last
 
-    steps, methods = accelerator.gradient_accumulation_steps, {name: getattr(accelerator, name) for name in CLIPPING}
-    accelerator.gradient_accumulation_steps = 1
+    steps, accelerator.gradient_accumulation_steps = accelerator.gradient_accumulation_steps, 1
     for scheduler in accelerator._schedulers:  # noqa: SLF001
         scheduler.split_batches = True
-    vars(accelerator).update({name: on_last(clip) for name, clip in methods.items()})
     try:
-        yield
+        with replaced(accelerator, **{name: on_last(getattr(accelerator, name)) for name in CLIPPING}):
+            yield
     finally:
-        vars(accelerator).update(methods)
         accelerator.gradient_accumulation_steps = steps
         accelerator.sync_gradients = True
 
 
-def _refuse(accelerator: Any, loader: Any) -> None:  # noqa: ANN401
+def _refuse(accelerator: Any, loader: Any) -> None:
     is_accelerator = any(kind.__module__ == "accelerate.accelerator" for kind in type(accelerator).__mro__)
     if not is_accelerator or not isinstance(loader, DataLoader):
         message = (
@@ -418,7 +389,4 @@ def _refuse(accelerator: Any, loader: Any) -> None:  # noqa: ANN401
         "skipped_batches": "the loader skips batches, not windows: pass the original loader, and start="
         * any(getattr(wrapper, "skip_batches", 0) for wrapper in wrappers),
     }
-    for code, reason in reasons.items():
-        if reason:
-            message = f"ab.windows: {reason}."
-            raise UserError(message, code=code)
+    refuse("ab.windows", reasons)

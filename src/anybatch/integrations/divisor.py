@@ -1,12 +1,13 @@
-"""Which items a loss averages over, read from the autograd graph of its first values.
+"""Which items a loss averages over, read from the autograd graph of its first values; and the weight that follows.
 
 For loops that cannot be called on other samples: torch keeps the divisor of a mean in the node of its backward, as
 documented attributes (`_saved_...`, https://docs.pytorch.org/docs/stable/notes/autograd.html#saved-tensors).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,15 +15,18 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from anybatch.core.loss_kinds import Term
+from anybatch.core.tensors import widest_dtype
 from anybatch.core.tree import tensors_of
 from anybatch.errors import LossError
-from anybatch.integrations.probe import Batch, counts_for, num_rows
+from anybatch.integrations.effective_batches import Share
+from anybatch.integrations.host_step import gather_objects
+from anybatch.integrations.probe import Batch, candidates, count_function, counts_for
 
 MEAN = 1  # of `_saved_reduction`
 NUM_COMPARED = 8
 """Micro-batches in which a kind of items must fit after it is found; labels may be masked only in the loop."""
 HELP = "count=ab.tokens(shift=False), count=ab.samples(), or a function that returns their number in a micro-batch"
-Fitting = dict[str, int] | LossError | None
+Finding = TypeVar("Finding")
 RESHAPING = ("ViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "ToCopyBackward", "NegBackward")
 
 
@@ -36,15 +40,15 @@ class ItemCounter:
     def __init__(self, count: Term | Callable[[Any], Any] | None) -> None:
         self.items = "" if count is None else "items counted by count="
         self.is_found = count is not None
-        self._count: Callable[[Any], Any] = count.count or num_rows if isinstance(count, Term) else count or num_rows
+        self._count = count_function(count)
         self._multiples: dict[str, int] | None = None
         self._num_left = 0 if self.is_found else NUM_COMPARED
 
-    def __call__(self, batch: Any) -> Any:  # noqa: ANN401 (any nested batch; a number or a tensor)
+    def __call__(self, batch: Any) -> Any:
         """Return the number of items in a micro-batch."""
         return self._count(batch)
 
-    def observe(self, loss: Tensor, batch: Any) -> None:  # noqa: ANN401
+    def observe(self, loss: Tensor, batch: Any) -> None:
         """Read the divisor of a micro-batch's loss, in the first ones. Ranks call it together until `is_found`.
 
         Items may be counted several times, such as samples in a mean over samples and features. A loss that divides by
@@ -56,12 +60,9 @@ class ItemCounter:
         if not self._num_left:
             return
         self._num_left -= self.is_found
-        fitting_here = self._fitting(loss, batch)
-        everywhere = [fitting_here] if self.is_found else _gathered(fitting_here)
-        for fitting in everywhere:
-            if isinstance(fitting, LossError):
-                raise fitting
-        known = [fitting for fitting in (self._multiples, *everywhere) if isinstance(fitting, dict)]
+        find = partial(_fitting, loss, batch)
+        fitting = [find()] if self.is_found else findings_of_ranks(find)
+        known = [kinds for kinds in (self._multiples, *fitting) if kinds is not None]
         if not known:
             return
         multiples = _common(known)
@@ -75,25 +76,102 @@ class ItemCounter:
             count = counts_for("labels")[self.items]
             self._count = lambda batch: count(_fields(batch))
 
-    def _fitting(self, loss: Tensor, batch: Any) -> Fitting:  # noqa: ANN401
-        """Return the kinds of items that fit a loss, and how many times; None if it divides by 0."""
-        fields = _fields(batch)
-        counts = {name: float(count(fields)) for name, count in _candidates(fields).items()}
-        try:
-            divisor = divisor_of(loss, batch)
-        except LossError as error:
-            return error
-        if not divisor:
-            return None
-        held = ", ".join(f"{count:.0f} {name}" for name, count in counts.items())
-        mismatch = _unknown(f"it divides by {divisor:.6g}, but the micro-batch has {held}")
-        return _multiples(divisor, counts) or mismatch
+
+class StepItems:
+    """The items of one loss in an effective batch, and the weight of each micro-batch.
+
+    Args:
+        counter: counts the items of a micro-batch.
+        share: this rank's share; ranks create the object together.
+        ranks: the number of ranks, over which the host averages gradients.
+        check_other_ranks: called before ranks communicate within a micro-batch.
+    """
+
+    def __init__(
+        self,
+        counter: ItemCounter,
+        share: Share,
+        device: torch.device,
+        ranks: int,
+        check_other_ranks: Callable[[], None],
+    ) -> None:
+        self._counter, self._share, self._device, self._ranks = counter, share, device, ranks
+        self._check_other_ranks = check_other_ranks
+        self.total = self._count_all() if counter.items else None
+
+    def weighted(self, loss: Tensor, batch: Any, weight: float) -> tuple[Tensor, Tensor]:
+        """Return a micro-batch's part in the loss of the step, times the ranks, and its number of items."""
+        if not self._counter.is_found:
+            self._check_other_ranks()  # before `observe` communicates
+        self._counter.observe(loss, batch)
+        if not self._counter.items:  # no rank has had any items
+            return loss.nan_to_num(0.0) * 0.0, torch.zeros((), device=self._device)
+        if self.total is None:
+            self.total = self._count_all()
+        items = num_items(self._counter, batch, self._device) * weight
+        return weighted_mean(loss, items, self.total, self._ranks), items
+
+    def _count_all(self) -> Tensor:
+        return total_items(self._counter, self._share.micro_batches, self._share.weights, self._device)
 
 
-def _multiples(divisor: float, counts: Mapping[str, float]) -> dict[str, int]:
-    """Return the kinds of items whose number divides the divisor, and how many times."""
+def num_items(count: Callable[[Any], Any], batch: Any, device: torch.device) -> Tensor:
+    """Return the number of items of a micro-batch, in a dtype that is the same on all ranks: it may be a fraction."""
+    return torch.as_tensor(count(batch), dtype=widest_dtype(device), device=device)
+
+
+def total_items(
+    count: Callable[[Any], Any], batches: Iterable[Any], weights: Iterable[float], device: torch.device
+) -> Tensor:
+    """Return the number of items of a step on all ranks, 1 if there are none; ranks call it together."""
+    total = torch.zeros((), dtype=widest_dtype(device), device=device)
+    for batch, weight in zip(batches, weights, strict=True):
+        total += num_items(count, batch, device) * weight
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(total)
+    return torch.where(total > 0, total, 1.0)
+
+
+def weighted_mean(loss: Tensor, items: Tensor, total: Tensor, ranks: float) -> Tensor:
+    """Return a mean's part in the mean over the items of all, times the ranks, over which DDP and FSDP average."""
+    # The mean over no items is NaN, and is left out.
+    return torch.where(items > 0, loss, loss.nan_to_num(0.0)) * (items * ranks / total)
+
+
+def findings_of_ranks(find: Callable[[], Finding | None]) -> list[Finding]:
+    """Return what each rank finds, without None; ranks call it together.
+
+    Raises:
+        LossError: on all ranks, if a rank has raised one.
+    """
+    finding: Finding | LossError | None
+    try:
+        finding = find()
+    except LossError as error:
+        finding = error
+    findings = [found for found in gather_objects(finding) if found is not None]
+    for found in findings:
+        if isinstance(found, LossError):
+            raise found
+    return findings
+
+
+def _fitting(loss: Tensor, batch: Any) -> dict[str, int] | None:
+    """Return the kinds of items whose number divides a loss's divisor, and how many times; None if it divides by 0."""
+    fields = _fields(batch)
+    possible = candidates(fields, "labels")
+    # Tokens first: a few targets may by chance be as many as the samples.
+    counts = {name: float(possible[name](fields)) for name in sorted(possible, key="samples".__eq__)}
+    divisor = divisor_of(loss, batch)
+    if not divisor:
+        return None
     ratios = {name: divisor / count for name, count in counts.items() if 0 < count <= divisor}
-    return {name: round(ratio) for name, ratio in ratios.items() if math.isclose(ratio, round(ratio), rel_tol=1e-6)}
+    fitting = {name: round(ratio) for name, ratio in ratios.items() if math.isclose(ratio, round(ratio), rel_tol=1e-6)}
+    if not fitting:
+        held = ", ".join(f"{count:.0f} {name}" for name, count in counts.items())
+        message = f"it divides by {divisor:.6g}, but the micro-batch has {held}"
+        raise _unknown(message)
+    return fitting
 
 
 def _common(known: list[dict[str, int]]) -> dict[str, int]:
@@ -102,7 +180,7 @@ def _common(known: list[dict[str, int]]) -> dict[str, int]:
     return {name: multiple for name, multiple in first.items() if all(other.get(name) == multiple for other in others)}
 
 
-def divisor_of(loss: Tensor, batch: Any) -> float:  # noqa: ANN401
+def divisor_of(loss: Tensor, batch: Any) -> float:
     """Return the number by which a loss divides a sum.
 
     Raises:
@@ -115,7 +193,7 @@ def divisor_of(loss: Tensor, batch: Any) -> float:  # noqa: ANN401
     return found.pop()
 
 
-def _divisors(node: Node | None, number: int, batch: Any) -> Iterator[float]:  # noqa: ANN401
+def _divisors(node: Node | None, number: int, batch: Any) -> Iterator[float]:
     """Yield the divisors of an output of a node."""
     if node is None:
         message = "it has no gradient"
@@ -147,7 +225,7 @@ def _saved(node: Node) -> Callable[[str], Any]:
     return lambda name: getattr(node, f"_saved_{name}", None)
 
 
-def _refuse_unlike_means(saved: Callable[[str], Any], batch: Any) -> None:  # noqa: ANN401
+def _refuse_unlike_means(saved: Callable[[str], Any], batch: Any) -> None:
     """Refuse a cross entropy with class weights, or between the samples of a micro-batch."""
     if saved("weight") is not None:
         message = "it weights classes, so it divides by the weights of the targets"
@@ -169,25 +247,10 @@ def _unknown(reason: str) -> LossError:
     return LossError(message, code="unknown_items")
 
 
-def _fields(batch: Any) -> Batch:  # noqa: ANN401
+def _fields(batch: Any) -> Batch:
     """Return a batch as a mapping; of a tuple, such as (inputs, labels), the last entry has the labels."""
     if isinstance(batch, Mapping):
         return batch
     if isinstance(batch, (tuple, list)):
         return {**{f"{number}": value for number, value in enumerate(batch)}, "labels": batch[-1]}
     return {"inputs": batch}
-
-
-def _candidates(fields: Batch) -> dict[str, Callable[[Batch], Any]]:
-    counts, labels = counts_for("labels"), fields.get("labels")
-    of_tokens = isinstance(labels, Tensor) and not labels.is_floating_point() and labels.dim() > 1
-    # Tokens first: a few targets may by chance be as many as the samples.
-    return {name: counts[name] for name in (("tokens", "shifted tokens", "samples") if of_tokens else ("samples",))}
-
-
-def _gathered(fitting: Fitting) -> list[Fitting]:
-    if not (dist.is_available() and dist.is_initialized()):
-        return [fitting]
-    everywhere: list[Fitting] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, fitting)
-    return everywhere

@@ -58,10 +58,8 @@ class Shares(torch.utils.data.Dataset[Any]):
         split = SplitOptions(micro_batch_size=self.micro_batch_size, lockstep=True)
         plan = plan_batch(len(key.sample_ids), self._num_ranks, split)
         units = plan.shares[self._rank]
-        loaded = [
-            self.loader(UnitKey(key.epoch, tuple(key.sample_ids[position] for position in plan.positions(unit))))
-            for unit in units
-        ]
+        ids = [tuple(key.sample_ids[position] for position in plan.positions(unit)) for unit in units]
+        loaded = [self.loader(UnitKey(key.epoch, of_unit)) for of_unit in ids]
         return Share(key, loaded, [unit.weight for unit in units], self.micro_batch_size)
 
     def at_current_size(self, share: Share) -> Share:
@@ -86,25 +84,14 @@ class Shares(torch.utils.data.Dataset[Any]):
 class EffectiveBatchSampler:
     """Yields the sample ids of each effective batch of an epoch; they do not depend on the number of ranks.
 
-    Args:
-        num_samples: length of the data set.
-        effective_batch_size: samples of a step, over all ranks.
-        seed: seed of the order.
-        sampler: the sampler of the host's loader: shuffled and sequential order are ours, others are drawn from it.
-        drop_last: leave out the last effective batch of an epoch if it is smaller.
+    Shuffled and sequential order are ours; those of other samplers are drawn from the host's sampler.
 
     Attributes:
         num_skipped: effective batches that the next iteration leaves out; 0 again after it has begun.
     """
 
     def __init__(
-        self,
-        num_samples: int,
-        effective_batch_size: int,
-        *,
-        seed: int,
-        sampler: Any,  # noqa: ANN401 (torch's)
-        drop_last: bool = False,
+        self, num_samples: int, effective_batch_size: int, *, seed: int, sampler: Any, drop_last: bool = False
     ) -> None:
         self.epoch = 0
         self.num_skipped = 0
@@ -154,23 +141,11 @@ class World:
 
 
 def share_loader(
-    loader: DataLoader[Any],
-    effective_batch_size: int,
-    micro_batch_size: int,
-    world: World,
-    *,
-    seed: int,
-    loader_class: type[ShareLoader] = ShareLoader,
+    loader: DataLoader[Any], effective_batch_size: int, micro_batch_size: int, world: World, *, seed: int
 ) -> ShareLoader:
     """Return a loader of effective batches with the data set, sampler, collate function and workers of another loader.
 
-    Args:
-        loader: a DataLoader, also one that Accelerate has prepared.
-        effective_batch_size: samples of a step, over all ranks.
-        micro_batch_size: maximum samples of a micro-batch.
-        world: this rank, and the number of ranks.
-        seed: seed of the sample order, and of each sample's augmentation.
-        loader_class: class of the new loader.
+    The seed is that of the sample order, and of each sample's augmentation.
 
     Raises:
         DataError: the data set is iterable, or the sampler cannot be used.
@@ -194,7 +169,7 @@ def share_loader(
         raise DataError(message, code="batch_sampler")
     if not isinstance(sampler, RandomSampler):  # whose generator is not used
         check_sampler_order(sampler)
-    return loader_class(
+    return ShareLoader(
         Shares(UnitLoader(dataset, loader.collate_fn, seed), micro_batch_size, world.rank, world.num_ranks),
         batch_sampler=EffectiveBatchSampler(
             len(dataset), effective_batch_size, seed=seed, sampler=sampler, drop_last=bool(batch_sampler.drop_last)
@@ -211,7 +186,7 @@ def share_loader(
     )
 
 
-def innermost_batch_sampler(loader: DataLoader[Any]) -> Any:  # noqa: ANN401 (torch has no type for it)
+def innermost_batch_sampler(loader: DataLoader[Any]) -> Any:
     """Return the batch sampler of a loader, without the wrappers that Accelerate adds for each rank."""
     batch_sampler: Any = loader.batch_sampler
     while hasattr(batch_sampler, "batch_sampler"):
@@ -219,5 +194,10 @@ def innermost_batch_sampler(loader: DataLoader[Any]) -> Any:  # noqa: ANN401 (to
     return batch_sampler
 
 
-def _itself(share: Any) -> Any:  # noqa: ANN401 (a `Share`, for which torch's type is a list)
+def upper_limit(loader: DataLoader[Any]) -> Any:
+    """Return a loader's batch size, which is the maximum size of a micro-batch."""
+    return getattr(innermost_batch_sampler(loader), "batch_size", 1)
+
+
+def _itself(share: Any) -> Any:  # a `Share`, for which torch's type is a list
     return share

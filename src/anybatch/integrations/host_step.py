@@ -3,7 +3,8 @@
 The host (a trainer) owns the model wrapper, optimizer, clipping and loop. This module runs a step's micro-batches.
 """
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,6 +23,8 @@ from anybatch.integrations.effective_batches import Share, Shares
 from anybatch.norms.layers import batch_norms
 
 OTHER_RANK_FAILED = "another rank ran out of memory"
+NoSync = Callable[[], AbstractContextManager[Any]]
+RunMicroBatch = Callable[[Any, float], Tensor]
 
 
 class OtherRankFailedError(Exception):
@@ -37,9 +40,7 @@ class HostStep:
         no_sync: returns a context in which a backward does not reduce gradients over ranks.
     """
 
-    def __init__(
-        self, model: nn.Module, device: torch.device, no_sync: Callable[[], AbstractContextManager[Any]]
-    ) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, no_sync: NoSync) -> None:
         if isinstance(model, DistributedDataParallel) and model.static_graph:
             message = (
                 "DDP(static_graph=True) reduces in fixed backwards, but a step reduces once: leave static_graph out."
@@ -66,13 +67,7 @@ class HostStep:
             )
             warn_user(message, "batch_norm_by_micro_batch")
 
-    def run(
-        self,
-        share: Share,
-        shares: Shares,
-        run_micro_batch: Callable[[Any, float, Share], Tensor],
-        undo: Callable[[], None],
-    ) -> Tensor:
+    def run(self, share: Share, shares: Shares, run: RunMicroBatch, undo: Callable[[], None]) -> Tensor:
         """Accumulate the gradient of an effective batch, reduced once over ranks, and return the sum of the losses.
 
         After an out-of-memory error on any rank, all ranks repeat the step with micro-batches of half the size.
@@ -80,10 +75,9 @@ class HostStep:
         Args:
             share: this rank's share.
             shares: the data set of the share.
-            run_micro_batch: called with a micro-batch, its weight and its share; runs forward and backward, and returns
-                the loss, whose gradient it added.
-            undo: called before the step is repeated; restores what `run_micro_batch` has changed, except gradients,
-                buffers and random numbers.
+            run: runs forward and backward of a micro-batch with this weight; returns the loss whose gradient it added.
+            undo: called before the step is repeated; restores all that `run` has changed but gradients, buffers and
+                random numbers.
 
         Raises:
             DoesNotFitError: a single sample does not fit.
@@ -94,7 +88,7 @@ class HostStep:
         draws = HostDraws()
         self._state.keep()
         while True:
-            total, reason = self._attempt(share, run_micro_batch)
+            total, reason = self._attempt(share, run)
             # A rank that another rank's error has stopped has voted already, in `check_other_ranks`.
             if reason != OTHER_RANK_FAILED and not self.any_rank(failed=reason is not None):
                 break
@@ -110,9 +104,7 @@ class HostStep:
             reduce_gradients(self.model)
         return total
 
-    def _attempt(
-        self, share: Share, run_micro_batch: Callable[[Any, float, Share], Tensor]
-    ) -> tuple[Tensor, str | None]:
+    def _attempt(self, share: Share, run: RunMicroBatch) -> tuple[Tensor, str | None]:
         """Run all micro-batches; return the sum of the losses, and the message of an out-of-memory error."""
         total, reason = torch.zeros((), device=self._device), None
         last = len(share.micro_batches) - 1
@@ -121,7 +113,7 @@ class HostStep:
                 # FSDP can reduce only in a backward; all others after the vote.
                 reduces = self._is_sharded and number == last
                 with nullcontext() if reduces else self._no_sync():
-                    total = total + run_micro_batch(batch, weight, share).detach()
+                    total = total + run(batch, weight).detach()
         except OtherRankFailedError as error:
             release_frames(error)
             reason = str(error)
@@ -165,13 +157,13 @@ class _ZeroOf(torch.autograd.Function):
     """0 as a function of parameters, with gradients of zeros that take no memory."""
 
     @staticmethod
-    def forward(context: Any, *parameters: Tensor) -> Tensor:  # noqa: ANN401 (torch's)
+    def forward(context: Any, *parameters: Tensor) -> Tensor:
         """Return 0."""
         context.save_for_backward(*parameters)
         return parameters[0].new_zeros(())
 
     @staticmethod
-    def backward(context: Any, _: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
+    def backward(context: Any, _: Tensor) -> tuple[Tensor, ...]:
         """Return zeros for each parameter."""
         return tuple(parameter.new_zeros(()).expand_as(parameter) for parameter in context.saved_tensors)
 
@@ -237,6 +229,15 @@ def reduce_gradients(model: nn.Module) -> None:
         model(parameters).backward()
 
 
+def gather_objects(value: Any) -> list[Any]:
+    """Return the value of each rank; ranks call it together."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def gather_ragged(gather: Callable[[Tensor], Tensor], tensor: Tensor, *, counts: bool) -> Tensor:
     """Gather rows over ranks whose numbers of rows differ; a rank contributes none unless its micro-batch counts."""
     rows = torch.atleast_1d(tensor)[: None if counts else 0]
@@ -245,3 +246,33 @@ def gather_ragged(gather: Callable[[Tensor], Tensor], tensor: Tensor, *, counts:
     padded[: len(rows)] = rows
     parts = gather(padded).split(max(lengths))
     return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+
+
+def refuse(function: str, reasons: Mapping[str, str]) -> None:
+    """Raise the first reason that is not empty; its key is the code of the error."""
+    for code, reason in reasons.items():
+        if reason:
+            message = f"{function}: {reason}."
+            raise UserError(message, code=code)
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of an object within the context."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del vars(owner)[name]
+        vars(owner).update(before)
+
+
+def copied_state(value: Any) -> Any:
+    """Return a copy of nested dicts and lists, which shares their numbers (a deep copy takes 100 times as long)."""
+    if isinstance(value, dict):
+        twin = copy.copy(value)  # also of a defaultdict
+        twin.update({key: copied_state(entry) for key, entry in value.items()})
+        return twin
+    return value.clone() if isinstance(value, Tensor) else copy.copy(value)

@@ -19,18 +19,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from anybatch.core.geometry import checked_int
 from anybatch.core.loss_kinds import Term
-from anybatch.core.tensors import widest_dtype
 from anybatch.errors import BatchSizeError, DataError, LossError, UserError
-from anybatch.integrations.divisor import ItemCounter
-from anybatch.integrations.effective_batches import Share, World, innermost_batch_sampler, share_loader
-from anybatch.integrations.host_step import HostStep, fsdp_no_sync
+from anybatch.integrations.divisor import ItemCounter, StepItems
+from anybatch.integrations.effective_batches import Share, World, share_loader, upper_limit
+from anybatch.integrations.host_step import HostStep, copied_state, fsdp_no_sync, refuse, replaced
 
 VERSIONS = ("2.5.", "2.6.")
 
@@ -54,7 +52,7 @@ class ExactSteps(pl.Callback):  # type: ignore[misc]
         self.loader: _Loader | None = None
         self._host_step: HostStep | None = None
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ANN401 (optional package)
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse what cannot be exact, and replace the source of the training loader."""
         if stage == "fit":
             _refuse(trainer, pl_module)
@@ -62,7 +60,7 @@ class ExactSteps(pl.Callback):  # type: ignore[misc]
             source = trainer.fit_loop._data_source  # noqa: SLF001 (see above)
             source.dataloader = lambda: _Loader(type(source).dataloader(source), self, trainer)
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Replace the closure of the optimizer."""
         strategy = trainer.strategy
         no_sync = getattr(strategy, "block_backward_sync", nullcontext)
@@ -72,14 +70,14 @@ class ExactSteps(pl.Callback):  # type: ignore[misc]
         steps = _Steps(self, trainer, pl_module, self._host_step)
         steps.automatic._make_closure = steps.make_closure  # noqa: SLF001
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin an epoch after a complete one; with `max_steps`, Lightning would resume the complete one instead."""
         del pl_module
         progress = trainer.fit_loop.epoch_loop.batch_progress
         if trainer.ckpt_path and progress.current.completed >= trainer.num_training_batches:
             progress.reset_on_run()
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ANN401
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Restore the fit loop."""
         del pl_module
         if stage == "fit" and self._host_step is not None:
@@ -106,7 +104,7 @@ class _Loader:
     loaders of torch, so not to this one.
     """
 
-    def __init__(self, loader: Any, callback: ExactSteps, trainer: Any) -> None:  # noqa: ANN401
+    def __init__(self, loader: Any, callback: ExactSteps, trainer: Any) -> None:
         if not isinstance(loader, DataLoader):
             found = type(loader).__name__
             message = f"ab.exact needs one torch DataLoader, not {found}: join data sets with ConcatDataset."
@@ -118,8 +116,8 @@ class _Loader:
 
     def build(self) -> None:
         """Create the loader of shares, and once more when a checkpoint has set the seed."""
-        size = getattr(innermost_batch_sampler(self._user_loader), "batch_size", 1)
-        world, options = World(self._trainer.global_rank, self._trainer.world_size), self._callback
+        size, options = upper_limit(self._user_loader), self._callback
+        world = World(self._trainer.global_rank, self._trainer.world_size)
         self._loader = share_loader(self._user_loader, options.effective_batch_size, size, world, seed=options.seed)
         self.shares: Any = self._loader.dataset
         self.sampler: Any = self._loader.batch_sampler  # whose `set_epoch` Lightning calls
@@ -156,7 +154,7 @@ class _Loader:
 class _Steps:
     """Runs effective batches in the closure of Lightning's optimizer."""
 
-    def __init__(self, callback: ExactSteps, trainer: Any, module: Any, host_step: HostStep) -> None:  # noqa: ANN401
+    def __init__(self, callback: ExactSteps, trainer: Any, module: Any, host_step: HostStep) -> None:
         self.automatic = trainer.fit_loop.epoch_loop.automatic_optimization
         self.trainer, self.module, self.host_step, self._callback = trainer, module, host_step, callback
         self.counter = ItemCounter(callback.count)
@@ -164,12 +162,12 @@ class _Steps:
         self.metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
         self._make_closure = partial(type(self.automatic)._make_closure, self.automatic)  # noqa: SLF001
 
-    def make_closure(self, kwargs: dict[str, Any], optimizer: Any, batch_idx: int) -> Any:  # noqa: ANN401
+    def make_closure(self, kwargs: dict[str, Any], optimizer: Any, batch_idx: int) -> Any:
         """Return a closure that runs a whole effective batch, where Lightning's would run one batch."""
         closure = self._make_closure(kwargs, optimizer, batch_idx)
         return type(closure)(step_fn=partial(self._run, kwargs, optimizer, batch_idx))
 
-    def _run(self, kwargs: dict[str, Any], optimizer: Any, batch_idx: int) -> Any:  # noqa: ANN401
+    def _run(self, kwargs: dict[str, Any], optimizer: Any, batch_idx: int) -> Any:
         """Accumulate the gradient of an effective batch; return Lightning's result, with the loss of all samples."""
         trainer, loader, is_new = self.trainer, self._callback.loader, not self.counter.items
         _refuse_accumulation(trainer)
@@ -177,13 +175,10 @@ class _Steps:
         num_repeats, results = self.host_step.num_repeats, trainer._results  # noqa: SLF001
         self.automatic._make_zero_grad_fn(batch_idx, optimizer)()  # noqa: SLF001
         step = _Step(self, kwargs, loader.share, self.automatic._make_backward_fn(optimizer))  # noqa: SLF001
-        results.log = step.log.collect
-        try:
+        with replaced(results, log=step.log.collect):
             total = self.host_step.run(loader.share, loader.shares, step.run_micro_batch, step.undo)
-        finally:
-            del results.log
-        result = step.result()
-        step.log.write(results.log, None if step.num_items is None else step.num_items / trainer.world_size)
+        result, num_items = step.result(), step.items.total
+        step.log.write(results.log, None if num_items is None else num_items / trainer.world_size)
         if is_new and self.counter.items:
             self._print(f"the loss is a mean over {self.counter.items}.")
         if self.host_step.num_repeats > num_repeats:
@@ -197,18 +192,7 @@ class _Steps:
         if self.trainer.is_global_zero:
             print(f"anybatch: {line}", flush=True)  # noqa: T201 (for the user)
 
-    def num_items(self, batch: Any, weight: float) -> Tensor:  # noqa: ANN401
-        """Return the number of items of a micro-batch; 0 for a filler."""
-        return torch.as_tensor(self.counter(batch), dtype=widest_dtype(self.device), device=self.device) * weight
-
-    def total_items(self, share: Share) -> Tensor:
-        """Return the number of items of an effective batch, over all ranks; 1 if there are none."""
-        total = sum(map(self.num_items, share.micro_batches, share.weights), torch.zeros((), device=self.device))
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(total)
-        return torch.where(total > 0, total, 1.0)
-
-    def transferred(self, batch: Any) -> Any:  # noqa: ANN401
+    def transferred(self, batch: Any) -> Any:
         """Return a micro-batch on the device, after the hooks that Lightning calls for a batch."""
         batch = self.trainer.precision_plugin.convert_input(batch)
         batch = self.module._on_before_batch_transfer(batch, dataloader_idx=0)  # noqa: SLF001
@@ -220,33 +204,25 @@ class _Step:
 
     def __init__(self, steps: _Steps, kwargs: dict[str, Any], share: Share, backward: Callable[[Tensor], None]) -> None:
         self.log = _StepLog()
-        self.num_items = steps.total_items(share) if steps.counter.items else None
+        ranks, check = steps.trainer.world_size, steps.host_step.check_other_ranks
+        self.items = StepItems(steps.counter, share, steps.device, ranks, check)
         self._steps, self._kwargs, self._backward = steps, kwargs, backward
         self._first = share.micro_batches[0]
         self._results: list[Any] = []
         self._restore_metrics = _restoring(steps.metrics)
 
-    def run_micro_batch(self, batch: Any, weight: float, share: Share) -> Tensor:  # noqa: ANN401
+    def run_micro_batch(self, batch: Any, weight: float) -> Tensor:
         """Run forward and backward of a micro-batch; return its part in the loss of the step, times the ranks."""
-        steps, counter = self._steps, self._steps.counter
+        steps = self._steps
         inputs = self._kwargs["batch"] if batch is self._first else steps.transferred(batch)
         restore = _restoring([] if weight else steps.metrics)
         result = steps.automatic._training_step({**self._kwargs, "batch": inputs})  # noqa: SLF001
         restore()
         self._results.append(result)
-        loss = result.closure_loss
-        if loss is None:
+        if result.closure_loss is None:
             self.log.micro_batches.append((torch.tensor(weight), weight))
             return torch.zeros((), device=steps.device)
-        if not counter.is_found:
-            steps.host_step.check_other_ranks()  # before `observe` communicates
-        counter.observe(loss, batch)
-        if counter.items and self.num_items is None:
-            self.num_items = steps.total_items(share)
-        # No rank has had any items if their kind is unknown. The mean over no items is NaN, and is left out.
-        items = steps.num_items(batch, weight) if counter.items else torch.zeros((), device=steps.device)
-        factor = items * steps.trainer.world_size / (1.0 if self.num_items is None else self.num_items)
-        scaled: Tensor = torch.where(items > 0, loss, loss.nan_to_num(0.0)) * factor
+        scaled, items = self.items.weighted(result.closure_loss, batch, weight)
         self._backward(scaled)
         self.log.micro_batches.append((items, weight))
         return scaled
@@ -256,7 +232,7 @@ class _Step:
         self._results, self.log.calls, self.log.micro_batches = [], {}, []
         self._restore_metrics()
 
-    def result(self) -> Any:  # noqa: ANN401
+    def result(self) -> Any:
         """Return the result of the last micro-batch.
 
         Raises:
@@ -279,7 +255,7 @@ class _StepLog:
         self.calls: dict[tuple[str, str], list[tuple[int, Any, dict[str, Any]]]] = {}  # by hook and name
         self.micro_batches: list[tuple[Tensor, float]] = []  # items, and the weight: 0 for a filler
 
-    def collect(self, hook: str, name: str, value: Any, **options: Any) -> None:  # noqa: ANN401
+    def collect(self, hook: str, name: str, value: Any, **options: Any) -> None:
         """Keep a value and the number of its micro-batch."""
         value = value.detach() if isinstance(value, Tensor) else value
         self.calls.setdefault((hook, name), []).append((len(self.micro_batches), value, options))
@@ -313,26 +289,22 @@ class _StepLog:
 
 def _restoring(metrics: list[Metric]) -> Callable[[], None]:
     """Return a function that gives metrics the state that they have now."""
-    states = [(metric, _copied(metric.metric_state), metric._update_count) for metric in metrics]  # noqa: SLF001
+    states = [(metric, copied_state(metric.metric_state), metric._update_count) for metric in metrics]  # noqa: SLF001
 
     def restore() -> None:
         for metric, state, update_count in states:
-            vars(metric).update(_copied(state), _update_count=update_count, _computed=None)
+            vars(metric).update(copied_state(state), _update_count=update_count, _computed=None)
 
     return restore
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.clone() if isinstance(value, Tensor) else list(value) for name, value in state.items()}
-
-
-def _refuse_accumulation(trainer: Any) -> None:  # noqa: ANN401
+def _refuse_accumulation(trainer: Any) -> None:
     if (number := trainer.accumulate_grad_batches) != 1:
         message = f"accumulate_grad_batches is {number}, but effective_batch_size= sets micro-batches: set it to 1."
         raise UserError(message, code="accumulate_grad_batches")
 
 
-def _refuse(trainer: Any, module: Any) -> None:  # noqa: ANN401
+def _refuse(trainer: Any, module: Any) -> None:
     if not isinstance(trainer, pl.Trainer):
         message = (
             f"ab.exact returns a callback of the package lightning, but the trainer is of {type(trainer).__module__}. "
@@ -360,7 +332,4 @@ def _refuse(trainer: Any, module: Any) -> None:  # noqa: ANN401
         "overfit_batches": "overfit_batches changes the order of samples. Use limit_train_batches without shuffling"
         * bool(trainer.overfit_batches),
     }
-    for code, reason in reasons.items():
-        if reason:
-            message = f"ab.exact: {reason}."
-            raise UserError(message, code=code)
+    refuse("ab.exact", reasons)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core.loss import tokens
-from anybatch.core.loss_kinds import Count
+from anybatch.core.loss_kinds import Term
 from anybatch.errors import LossError
 
 Batch = Mapping[str, Any]
@@ -69,8 +69,8 @@ def num_rows(batch: Batch) -> int:
 
 def counts_for(labels: str) -> dict[str, Callable[[Batch], Tensor | float]]:
     """Return the numbers of items, by kind, for batches with these labels (samples, positions)."""
-    given, shifted = _required(tokens(labels, shift=False).count), _required(tokens(labels).count)
-    own = _required(tokens("shift_labels", shift=False).count)
+    given, shifted = count_function(tokens(labels, shift=False)), count_function(tokens(labels))
+    own = count_function(tokens("shift_labels", shift=False))
     return {
         "samples": num_rows,
         "tokens": given,
@@ -78,9 +78,16 @@ def counts_for(labels: str) -> dict[str, Callable[[Batch], Tensor | float]]:
     }
 
 
-def _required(count: Count | None) -> Count:
-    assert count is not None
-    return count
+def count_function(count: Term | Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    """Return the function that counts the items of a micro-batch; samples if nothing else is declared."""
+    return (count.count if isinstance(count, Term) else count) or num_rows
+
+
+def candidates(batch: Batch, labels: str) -> dict[str, Callable[[Batch], Tensor | float]]:
+    """Return the numbers of items, by kind, that the loss of this batch may average over."""
+    counts, given = counts_for(labels), batch.get(labels)
+    of_tokens = isinstance(given, Tensor) and not given.is_floating_point() and given.dim() > 1
+    return counts if of_tokens else {"samples": num_rows}
 
 
 def divides(loss: Loss, batch: Batch) -> bool:
@@ -125,7 +132,7 @@ def find_reduction(
     Raises:
         LossError: the items could not be found out.
     """
-    counts = _candidates(batch, labels)
+    counts = candidates(batch, labels)
     if divides(loss, batch):
         return _by_own_count(loss, list(_relabelled(batch, labels, num_classes)), counts)
     of_rows = partial(_parts_of_rows, list(_relabelled(batch, labels, num_classes)))
@@ -166,12 +173,6 @@ def _varied(module: nn.Module) -> Iterator[None]:
     finally:
         for parameter, value in zip(varied, before, strict=True):
             parameter.copy_(value)
-
-
-def _candidates(batch: Batch, labels: str) -> dict[str, Callable[[Batch], Tensor | float]]:
-    counts, given = counts_for(labels), batch.get(labels)
-    of_tokens = isinstance(given, Tensor) and not given.is_floating_point() and given.dim() > 1
-    return counts if of_tokens else {"samples": counts["samples"]}
 
 
 def _by_own_count(loss: Loss, batches: list[Batch], counts: Counts) -> Reduction:

@@ -17,7 +17,7 @@ from anybatch.core.geometry import checked_int
 from anybatch.core.torch_internals import BufferKeeper, kept_buffers
 from anybatch.core.tree import copied
 from anybatch.errors import BatchSizeError, UserError
-from anybatch.integrations.host_step import reduce_gradients
+from anybatch.integrations.host_step import gather_objects, reduce_gradients
 
 Item = tuple[int, dict[str, Any]]  # the seed of a micro-batch, and its features of one column
 
@@ -139,6 +139,4 @@ class Joint(nn.Module):
         if not isinstance(self.model, DistributedDataParallel):
             message = "on several ranks, Joint needs DistributedDataParallel: start the trainer without FSDP."
             raise UserError(message, code="needs_ddp")
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, rows.cpu())
-        return [part.to(rows.device) for part in parts]
+        return [part.to(rows.device) for part in gather_objects(rows.cpu())]

@@ -9,143 +9,94 @@ step, and `training_step` runs its micro-batches with the trainer's own `trainin
 `_track_num_input_tokens`; TRL's metrics are the attributes `_metrics...` and `_total...`.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from anybatch.core.geometry import ceil_div, checked_int
 from anybatch.core.loss_kinds import Term
 from anybatch.core.splitting import SplitOptions, plan_batch
-from anybatch.core.tensors import widest_dtype
 from anybatch.core.tree import map_tensors, tensors_of
 from anybatch.data.loading import UnitKey
 from anybatch.engine.evaluation import evaluation_mode
-from anybatch.errors import BatchSizeError, DataError, LossError, UserError
+from anybatch.errors import BatchSizeError, DataError, LossError
+from anybatch.integrations.divisor import findings_of_ranks, num_items, total_items, weighted_mean
 from anybatch.integrations.effective_batches import Share, ShareLoader, Shares, World, share_loader
-from anybatch.integrations.host_step import HostStep, fsdp_no_sync, gather_ragged
-from anybatch.integrations.probe import MAX_ROWS, Batch, Reduction, counts_for, divides, find_reduction, num_rows
+from anybatch.integrations.host_step import HostStep, copied_state, fsdp_no_sync, gather_ragged, refuse, replaced
+from anybatch.integrations.probe import (
+    MAX_ROWS,
+    Batch,
+    Reduction,
+    count_function,
+    counts_for,
+    divides,
+    find_reduction,
+    num_rows,
+)
 
 MIN_SAMPLES = 5
 ALONE = "Without ab.exact the"
 QA_POSITIONS = ("start_positions", "end_positions")
 
 
-class _Refusal(NamedTuple):
-    code: str
-    applies: bool
-    reason: str
-
-
-def make_exact(
-    trainer: Any,  # noqa: ANN401 (optional package)
-    count: Term | Callable[[Batch], Any] | None,
-    effective_batch_size: int | None,
-) -> None:
+def make_exact(trainer: Any, count: Term | Callable[[Batch], Any] | None, effective_batch_size: int | None) -> None:
     """Replace the methods of a trainer that count items, compute losses and, with an effective batch size, load it."""
-    _refuse(_reasons(trainer, effective_batch_size))
-    count = count.count or num_rows if isinstance(count, Term) else count
+    refuse("ab.exact", _reasons(trainer, effective_batch_size))
+    count = None if count is None else count_function(count)
     if effective_batch_size is None:
         exact = _ExactLoss(trainer, count)
     else:
         checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
-        _refuse(_reasons_for_batches(trainer))
+        refuse("ab.exact", _reasons_for_batches(trainer))
         exact = _EffectiveBatches(trainer, count, effective_batch_size)
     for name in exact.host:
         setattr(trainer, name, getattr(exact, name))
     trainer.loss_is_scaled_for_ga = True  # by `compute_loss`: the trainer does not divide by the accumulation steps
 
 
-def _refuse(reasons: Sequence[_Refusal]) -> None:
-    for refusal in reasons:
-        if refusal.applies:
-            message = f"ab.exact: {refusal.reason}."
-            raise UserError(message, code=refusal.code)
-
-
-def _reasons(trainer: Any, effective_batch_size: int | None) -> tuple[_Refusal, ...]:  # noqa: ANN401
+def _reasons(trainer: Any, effective_batch_size: int | None) -> dict[str, str]:
     args, config = trainer.args, getattr(trainer.model, "config", None)
-    return (
-        _Refusal(
-            "already_exact",
-            "get_batch_samples" in vars(trainer),
-            "the trainer's get_batch_samples has been replaced already: call ab.exact once, before anything else does",
-        ),
-        _Refusal(
-            "old_transformers",
-            not hasattr(type(trainer), "loss_is_scaled_for_ga"),
-            "this version of transformers has no Trainer.loss_is_scaled_for_ga: install transformers 5.23 or newer",
-        ),
-        _Refusal(
-            "data_parallel",
-            args.n_gpu > 1,
-            f"the trainer uses nn.DataParallel on {args.n_gpu} GPUs, which divides for each copy by itself: start it "
-            "with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU",
-        ),
-        _Refusal(
-            "deepspeed",
-            bool(trainer.is_deepspeed_enabled),
-            "DeepSpeed scales and sums the gradients itself: remove the option deepspeed",
-        ),
-        _Refusal(
-            "fsdp",
-            trainer.is_fsdp_enabled or (effective_batch_size is None and isinstance(trainer.model, FSDPModule)),
-            "of FSDP, only models from from_pretrained(distributed_config=DistributedConfig(fsdp_size=...)) work, and "
-            "only with effective_batch_size=: use these, DDP, or ab.Engine with strategy='fsdp'",
-        ),
-        _Refusal(
-            "auto_find_batch_size",
-            bool(args.auto_find_batch_size),
-            "auto_find_batch_size=True starts the training again with another batch size: set it to False",
-        ),
-        _Refusal(
-            "lomo",
-            "lomo" in str(args.optim).lower(),
-            f"{args.optim} updates parameters during the backward, before a step is complete: use another optimizer",
-        ),
-        _Refusal(
-            "router_loss",
-            bool(getattr(config, "output_router_logits", False)),
-            "the model adds the auxiliary loss of its router, a product of means over tokens that no divisor makes "
-            "exact: set model.config.output_router_logits = False",
-        ),
-    )
+    is_fsdp = trainer.is_fsdp_enabled or (effective_batch_size is None and isinstance(trainer.model, FSDPModule))
+    return {
+        "already_exact": "the trainer's get_batch_samples has been replaced already: call ab.exact once, before "
+        "anything else does" * ("get_batch_samples" in vars(trainer)),
+        "old_transformers": "this version of transformers has no Trainer.loss_is_scaled_for_ga: install transformers "
+        "5.23 or newer" * (not hasattr(type(trainer), "loss_is_scaled_for_ga")),
+        "data_parallel": f"the trainer uses nn.DataParallel on {args.n_gpu} GPUs, which divides for each copy by "
+        "itself: start it with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU" * (args.n_gpu > 1),
+        "deepspeed": "DeepSpeed scales and sums the gradients itself: remove the option deepspeed"
+        * bool(trainer.is_deepspeed_enabled),
+        "fsdp": "of FSDP, only models from from_pretrained(distributed_config=DistributedConfig(fsdp_size=...)) work, "
+        "and only with effective_batch_size=: use these, DDP, or ab.Engine with strategy='fsdp'" * bool(is_fsdp),
+        "auto_find_batch_size": "auto_find_batch_size=True starts the training again with another batch size: set it "
+        "to False" * bool(args.auto_find_batch_size),
+        "lomo": f"{args.optim} updates parameters during the backward, before a step is complete: use another "
+        "optimizer" * ("lomo" in str(args.optim).lower()),
+        "router_loss": "the model adds the auxiliary loss of its router, a product of means over tokens that no "
+        "divisor makes exact: set model.config.output_router_logits = False"
+        * bool(getattr(config, "output_router_logits", False)),
+    }
 
 
-def _reasons_for_batches(trainer: Any) -> tuple[_Refusal, ...]:  # noqa: ANN401
-    return (
-        _Refusal(
-            "batch_rebalance",
-            trainer.args.train_sampling_strategy == "batch_rebalance",
-            "train_sampling_strategy='batch_rebalance' chooses the samples of each step, and so does "
-            "effective_batch_size=: use 'random', 'sequential' or 'group_by_length'",
-        ),
-        _Refusal(
-            "own_batches",
-            hasattr(trainer, "get_batch_sampler"),
-            f"{type(trainer).__name__} chooses the samples of each batch: leave out effective_batch_size=; for a loss "
-            "that compares samples, use anybatch.integrations.Joint(loss) instead",
-        ),
-        _Refusal(
-            "model_parallel",
-            max(trainer.get_tp_size(), trainer.get_cp_size(), trainer.get_sp_size()) > 1,
-            "with tensor, context or sequence parallelism several ranks have the same samples, but "
-            "effective_batch_size= gives each rank samples of its own: leave it out",
-        ),
-        _Refusal(
-            "generates_samples",
-            hasattr(trainer, "num_generations"),
-            f"{type(trainer).__name__} generates samples and compares them within its own batches: leave out "
-            "effective_batch_size=",
-        ),
-    )
+def _reasons_for_batches(trainer: Any) -> dict[str, str]:
+    kind, sizes = type(trainer).__name__, (trainer.get_tp_size(), trainer.get_cp_size(), trainer.get_sp_size())
+    return {
+        "batch_rebalance": "train_sampling_strategy='batch_rebalance' chooses the samples of each step, and so does "
+        "effective_batch_size=: use 'random', 'sequential' or 'group_by_length'"
+        * (trainer.args.train_sampling_strategy == "batch_rebalance"),
+        "own_batches": f"{kind} chooses the samples of each batch: leave out effective_batch_size=; for a loss that "
+        "compares samples, use anybatch.integrations.Joint(loss) instead" * hasattr(trainer, "get_batch_sampler"),
+        "model_parallel": "with tensor, context or sequence parallelism several ranks have the same samples, but "
+        "effective_batch_size= gives each rank samples of its own: leave it out" * (max(sizes) > 1),
+        "generates_samples": f"{kind} generates samples and compares them within its own batches: leave out "
+        "effective_batch_size=" * hasattr(trainer, "num_generations"),
+    }
 
 
 class _ExactLoss:
@@ -153,7 +104,7 @@ class _ExactLoss:
 
     replaced: tuple[str, ...] = ("get_batch_samples", "compute_loss")
 
-    def __init__(self, trainer: Any, count: Callable[[Batch], Any] | None) -> None:  # noqa: ANN401
+    def __init__(self, trainer: Any, count: Callable[[Batch], Any] | None) -> None:
         self._trainer = trainer
         self._given_count = count
         self.host = {name: getattr(trainer, name) for name in self.replaced}
@@ -171,7 +122,7 @@ class _ExactLoss:
         is_new = self._is_new
         if is_new:
             self._find_reduction(window[0] if window else None)
-        total = self._num_items(window, device)
+        total = self._num_items(window, [1.0] * len(window), device)
         if is_new:
             self._print(self._found(len(window), host_count, total))
         return window, total
@@ -180,16 +131,9 @@ class _ExactLoss:
     def _is_new(self) -> bool:
         return self._trainer.model is not self._probed_model
 
-    def _num_items(self, window: Sequence[Batch], device: torch.device) -> Tensor:
-        """Return the items of a step's micro-batches on all ranks; 1 if there are none."""
-        _refuse_ignored_positions(window)
-        # One dtype on all ranks: counts may be fractions, and a rank may have no micro-batch.
-        total = torch.zeros((), dtype=widest_dtype(device), device=device)
-        for batch in window:
-            total += torch.as_tensor(self._count(batch), dtype=total.dtype, device=device)
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(total)
-        return torch.where(total > 0, total, 1.0)
+    def _num_items(self, window: Sequence[Batch], weights: Sequence[float], device: torch.device) -> Tensor:
+        _refuse_ignored_positions([batch for batch, weight in zip(window, weights, strict=True) if weight])
+        return total_items(self._count, window, weights, device)
 
     def _print(self, line: str) -> None:
         if self._trainer.is_world_process_zero():
@@ -197,17 +141,16 @@ class _ExactLoss:
 
     def compute_loss(
         self,
-        model: Any,  # noqa: ANN401
+        model: Any,
         inputs: dict[str, Any],
         return_outputs: bool = False,  # noqa: FBT001, FBT002 (the trainer's signature)
-        num_items_in_batch: Any = None,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        num_items_in_batch: Any = None,
+    ) -> Any:
         """Return the part of a micro-batch in the loss of the step, times the ranks, over which DDP averages."""
         if num_items_in_batch is None or not model.training:
             return self.host["compute_loss"](model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         reduction, ranks = self._reduction, self._trainer.accelerator.num_processes * self._weight
-        dtype, device = num_items_in_batch.dtype, num_items_in_batch.device
-        items = torch.as_tensor(self._count(inputs), dtype=dtype, device=device)  # before labels are popped
+        items = num_items(self._count, inputs, num_items_in_batch.device)  # before labels are popped
         divisor = num_items_in_batch if reduction.divides else None
         result = self.host["compute_loss"](model, inputs, return_outputs, num_items_in_batch=divisor)
         loss, outputs = result if return_outputs else (result, None)
@@ -216,26 +159,12 @@ class _ExactLoss:
         elif reduction.items == "sum":
             loss = loss * ranks
         else:
-            # The mean over no items is NaN, and is left out.
-            loss = torch.where(items > 0, loss, loss.nan_to_num(0.0)) * (items * ranks / num_items_in_batch)
+            loss = weighted_mean(loss, items, num_items_in_batch, ranks)
         return (loss, outputs) if return_outputs else loss
 
     def _find_reduction(self, batch: Batch | None) -> None:
-        found: Reduction | LossError | None = None
-        if batch is not None:
-            try:
-                found = self._probe(batch)
-            except LossError as error:
-                found = error
-        if dist.is_available() and dist.is_initialized():  # one rank may refuse, or have no samples
-            everywhere: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everywhere, found)
-        else:
-            everywhere = [found]
-        for one in everywhere:
-            if isinstance(one, LossError):
-                raise one
-        kinds = list(dict.fromkeys(one for one in everywhere if one is not None))
+        # A rank may have no samples.
+        kinds = list(dict.fromkeys(findings_of_ranks(lambda: None if batch is None else self._probe(batch))))
         if len(kinds) > 1:
             found_kinds = "; ".join(map(str, kinds))
             message = f"ranks found different losses: {found_kinds}. Name the items: ab.exact(trainer, count=...)."
@@ -265,7 +194,7 @@ class _ExactLoss:
             num_classes = getattr(getattr(module, "config", None), "num_labels", 2)
             return find_reduction(loss, rows, self._labels, num_classes, collated, module=module)
 
-    def _found(self, num_micro_batches: int, host_count: Any, total: Tensor) -> str:  # noqa: ANN401
+    def _found(self, num_micro_batches: int, host_count: Any, total: Tensor) -> str:
         """Return what was found, and what the trainer alone would have done with that many micro-batches."""
         trainer, found = self._trainer, f"the loss is {self._reduction}."
         if self._reduction.items == "sum":
@@ -292,7 +221,7 @@ class _EffectiveBatches(_ExactLoss):
         "_track_num_input_tokens",
     )
 
-    def __init__(self, trainer: Any, count: Callable[[Batch], Any] | None, effective_batch_size: int) -> None:  # noqa: ANN401
+    def __init__(self, trainer: Any, count: Callable[[Batch], Any] | None, effective_batch_size: int) -> None:
         super().__init__(trainer, count)
         args = trainer.args
         self._size = effective_batch_size
@@ -301,7 +230,7 @@ class _EffectiveBatches(_ExactLoss):
         self._shares: Shares | None = None
         self._host_step: HostStep | None = None
 
-    def get_total_train_batch_size(self, _: Any) -> int:  # noqa: ANN401
+    def get_total_train_batch_size(self, _: Any) -> int:
         """Return the effective batch size."""
         return self._size
 
@@ -331,12 +260,14 @@ class _EffectiveBatches(_ExactLoss):
             # A micro-batch of the size that is only a limit may not fit.
             ids = share.key.sample_ids[:MAX_ROWS]
             self._find_reduction(self._required_shares.loader(UnitKey(share.key.epoch, ids)))
-        weights = zip(share.micro_batches, share.weights, strict=True)
-        total = self._num_items([batch for batch, weight in weights if weight], device)
+        batches = share.micro_batches
+        total = self._num_items(batches, share.weights, device)
         if is_new:
-            batches = share.micro_batches  # with fillers, or a rank might not take part in the count
+            # With fillers, or a rank might not take part in the count.
             _, host_count = self.host["get_batch_samples"](iter(batches), len(batches), device)
-            self._print(self._found(self._num_steps_alone, host_count, self._num_items(batches, device)))
+            self._print(
+                self._found(self._num_steps_alone, host_count, self._num_items(batches, [1.0] * len(batches), device))
+            )
             self._print(self._describe_split())
         return [share], total
 
@@ -353,7 +284,7 @@ class _EffectiveBatches(_ExactLoss):
         replaced = f" (instead of {ranks} x {steps} x {size} = {alone})" if alone != self._size else ""
         return f"effective batch: {plan}{replaced}."
 
-    def training_step(self, model: nn.Module, inputs: Share, num_items_in_batch: Any = None) -> Tensor:  # noqa: ANN401
+    def training_step(self, model: nn.Module, inputs: Share, num_items_in_batch: Any = None) -> Tensor:
         """Run all micro-batches of a share, and return the loss of the step, times the ranks."""
         model.train()
         if self._host_step is None or self._host_step.model is not model:
@@ -362,7 +293,7 @@ class _EffectiveBatches(_ExactLoss):
         host_step, shares = self._host_step, self._required_shares
         size = min(shares.micro_batch_size, ceil_div(len(inputs.key.sample_ids), self._world.num_ranks))
 
-        def run_micro_batch(batch: Batch, weight: float, _: Share) -> Tensor:
+        def run_micro_batch(batch: Batch, weight: float) -> Tensor:
             self._weight = weight
             loss: Tensor = self.host["training_step"](model, batch, num_items_in_batch)
             return loss
@@ -394,31 +325,31 @@ class _EffectiveBatches(_ExactLoss):
         accelerator = self._trainer.accelerator
         gather, gather_objects = accelerator.gather, accelerator.gather_for_metrics
 
-        def gather_all(value: Any, *args: Any, **options: Any) -> Any:  # noqa: ANN401
+        def gather_all(value: Any, *args: Any, **options: Any) -> Any:
             assert self._host_step is not None
             self._host_step.check_other_ranks()
             if next(tensors_of(value), None) is None:
                 return gather_objects(value, *args, **options)
             return map_tensors(value, lambda tensor: gather_ragged(gather, tensor, counts=self._weight > 0))
 
-        replaced = {"gather": gather_all, "gather_for_metrics": gather_all} if self._world.num_ranks > 1 else {}
+        ragged = {"gather": gather_all, "gather_for_metrics": gather_all} if self._world.num_ranks > 1 else {}
         try:
-            with _replaced(accelerator, **replaced):
+            with replaced(accelerator, **ragged):
                 yield
         finally:
             self._weight = 1.0
 
 
 @contextmanager
-def _undoable(trainer: Any) -> Iterator[Callable[[], None]]:  # noqa: ANN401
+def _undoable(trainer: Any) -> Iterator[Callable[[], None]]:
     """Hold logs back until the context ends, and yield a function that drops them and restores TRL's metrics."""
     metrics, logs = _metrics_of(trainer), list[Any]()
 
     def undo() -> None:
         logs.clear()
-        vars(trainer).update({key: _copied(value) for key, value in metrics.items()})
+        vars(trainer).update({key: copied_state(value) for key, value in metrics.items()})
 
-    with _replaced(trainer, log=lambda *args, **options: logs.append((args, options))):
+    with replaced(trainer, log=lambda *args, **options: logs.append((args, options))):
         yield undo
     for args, options in logs:
         trainer.log(*args, **options)
@@ -442,7 +373,7 @@ def _refuse_ignored_positions(window: Sequence[Batch]) -> None:
         raise LossError(message, code="ignored_positions")
 
 
-def _collated(trainer: Any) -> Callable[[list[int]], Batch] | None:  # noqa: ANN401
+def _collated(trainer: Any) -> Callable[[list[int]], Batch] | None:
     """Return a function that collates samples of the training data as the trainer's loader does; None for a stream."""
     loader = trainer.callback_handler.train_dataloader
     if isinstance(loader, ShareLoader):
@@ -455,12 +386,12 @@ def _collated(trainer: Any) -> Callable[[list[int]], Batch] | None:  # noqa: ANN
 
 
 @contextmanager
-def _undisturbed(trainer: Any, module: nn.Module) -> Iterator[None]:  # noqa: ANN401
+def _undisturbed(trainer: Any, module: nn.Module) -> Iterator[None]:
     """Call the loss in eval mode, without gradients, and without a trace in random numbers, logs or TRL's metrics."""
     metrics = _metrics_of(trainer)
     devices = [trainer.args.device] if trainer.args.device.type == "cuda" else []
     # TRL gathers metrics in every loss, but ranks may call it a different number of times here.
-    with _replaced(trainer.accelerator, gather=_itself, gather_for_metrics=_itself), _replaced(trainer, log=_itself):
+    with replaced(trainer.accelerator, gather=_itself, gather_for_metrics=_itself), replaced(trainer, log=_itself):
         try:
             with evaluation_mode(module), torch.no_grad(), torch.random.fork_rng(devices=devices):
                 yield
@@ -468,33 +399,11 @@ def _undisturbed(trainer: Any, module: nn.Module) -> Iterator[None]:  # noqa: AN
             vars(trainer).update(metrics)
 
 
-def _metrics_of(trainer: Any) -> dict[str, Any]:  # noqa: ANN401
+def _metrics_of(trainer: Any) -> dict[str, Any]:
     """Return copies of the attributes in which TRL's trainers collect metrics."""
     kept = {key: value for key, value in vars(trainer).items() if key.startswith(("_metrics", "_total"))}
-    return {key: _copied(value) for key, value in kept.items()}
+    return {key: copied_state(value) for key, value in kept.items()}
 
 
-def _copied(value: Any) -> Any:  # noqa: ANN401
-    """Return a copy of nested dicts and lists, which shares their numbers (a deep copy takes 100 times as long)."""
-    if isinstance(value, dict):
-        twin = copy.copy(value)  # also of a defaultdict
-        twin.update({key: _copied(entry) for key, entry in value.items()})
-        return twin
-    return value.clone() if isinstance(value, Tensor) else copy.copy(value)
-
-
-@contextmanager
-def _replaced(owner: Any, **values: Any) -> Iterator[None]:  # noqa: ANN401
-    """Set attributes of an object within the context."""
-    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    vars(owner).update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            del vars(owner)[name]
-        vars(owner).update(before)
-
-
-def _itself(value: Any, *_: Any, **__: Any) -> Any:  # noqa: ANN401
+def _itself(value: Any, *_: Any, **__: Any) -> Any:
     return value
