@@ -165,6 +165,7 @@ def peaks(memory: Locator) -> dict[int, dict[str, str]]:
     figure = memory.locator("figure", has_text="Memory needed by a step").first
     figure.locator("button.mark").first.press("Enter")
     box = figure.locator("[popover]").first
+    expect(box.locator("tbody tr").first).to_be_visible()
     heads = [text.strip() for text in box.locator("thead th").all_text_contents()]
     rows = [row.locator("th, td").all_text_contents() for row in box.locator("tbody tr").all()]
     memory.page.keyboard.press("Escape")

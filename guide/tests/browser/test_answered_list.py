@@ -152,7 +152,7 @@ ELEMENTS = (
         "mathematics 2: plain sum",
         "mathematics",
         "Adds up the micro-batches' gradients without a factor: four times too long.",
-        derives(2, head="Add up the micro-batches: too large", symbols="\u2211gk", says="4.0\u00a0times too long"),
+        derives(2, head="Add up the micro-batches: too large", symbols="\u2211gk", says="4.0\u00a0times the length"),
     ),
     Element(
         "mathematics 3: divide",
@@ -229,7 +229,7 @@ ELEMENTS = (
         "advantage: works everywhere",
         "claims",
         "A card with the measured error on this CPU, limited to what was measured.",
-        verdict("Any hardware", words="true only if", number=r"On the CPU that was tested", says="any hardware"),
+        verdict("Any hardware", words="true only if", number=r"as far as tested: on one CPU", says="any hardware"),
     ),
     Element(
         "advantage: easy",

@@ -36,6 +36,9 @@ def test_the_all_reduce_can_be_stepped_scrubbed_and_played(chapter: Locator) -> 
     """Chunks travel to the next rank; at the end, all ranks hold the sum, and the bytes are counted."""
     ring = figure(chapter, "One step of DDP on four ranks")
     sent, time = ring.locator("dd").last, ring.get_by_role("slider")
+    expect(sent).to_have_text("0 of 48 B")
+    expect(ring.locator("li[aria-current=step]")).to_contain_text("Broadcast")
+    time.fill("4.5")
     expect(ring.locator(".flying:visible")).to_have_count(4)
     expect(sent).to_have_text("8 of 48 B")
     before = gradients(ring)
@@ -88,5 +91,5 @@ def test_without_motion_key_frames_are_shown(browser: Browser, address: str) -> 
         expect(ring.locator(".frames svg")).to_have_count(4)
         expect(ring.get_by_role("button", name="Play")).to_be_hidden()
         ring.get_by_role("button", name="Next").click()
-        expect(ring.locator("dd").last).to_have_text("16 of 48 B")
+        expect(ring.locator("li[aria-current=step]")).to_contain_text("Broadcast")
         expect(ring.locator(".frames")).to_have_count(0)

@@ -97,11 +97,11 @@ _CLAIMS = (
         texts={
             "true": "Plain accumulation has the gradient of the whole batch, up to {plain_error}.",
             "only_if": (
-                "Plain accumulation finds {accuracy_16} of the matches, two passes find {accuracy_joint}. A "
-                "contrastive loss compares every sample with all others of the batch, and a micro-batch has fewer of "
-                "them: the gradient is off by {plain_error}, and with smaller micro-batches only {accuracy_4} are "
-                "found. `ab.joint` first computes all outputs without gradients, then runs each micro-batch again "
-                "with the gradient of the full loss: off by {joint_error}."
+                "Only with two passes per batch: plain accumulation finds {accuracy_16} of the matches, two passes "
+                "find {accuracy_joint}. A contrastive loss compares every sample with all others of the batch, and a "
+                "micro-batch has fewer of them: the gradient is off by {plain_error}, and with smaller micro-batches "
+                "only {accuracy_4} are found. `ab.joint` first computes all outputs without gradients, then runs each "
+                "micro-batch again with the gradient of the full loss: off by {joint_error}."
             ),
             "false": "Plain accumulation is off by {plain_error}, and two passes by {joint_error}.",
         },
@@ -130,8 +130,8 @@ _CLAIMS = (
         ),
         texts={
             "only_if": (
-                "On the CPU that was tested, the gradients agree to {gradient_error}, with {memory_ratio} the peak "
-                "memory. Accumulation is only a loop, and nothing in it depends on the device. But other hardware "
+                "Only as far as tested: on one CPU, the gradients agree to {gradient_error}, with {memory_ratio} the "
+                "peak memory. Accumulation is only a loop, and nothing in it depends on the device. But other hardware "
                 "was not tested for this card."
             ),
             "false": "On this CPU the error is {gradient_error}, and the peak {memory_ratio} the peak of one pass.",
@@ -190,9 +190,9 @@ _CLAIMS = (
             "true": "With N = {accumulation_steps}, the step takes {ratio_to_same_samples} as long as the same samples "
             "in one pass.",
             "only_if": (
-                "A step of {accumulation_steps} micro-batches takes {ratio_to_one_micro_batch} as long as a step of "
-                "one, but it trains {accumulation_steps} times the samples. Compared with the same samples in one "
-                "pass, it takes {ratio_to_same_samples} as long."
+                "Only compared with a step of one micro-batch: {accumulation_steps} micro-batches take "
+                "{ratio_to_one_micro_batch} as long, but train {accumulation_steps} times the samples. Compared with "
+                "the same samples in one pass, it takes {ratio_to_same_samples} as long."
             ),
             "false": "The step takes {ratio_to_same_samples} as long as the same samples in one pass.",
         },
@@ -339,9 +339,9 @@ _CLAIMS = (
         texts={
             "true": "The speed-up is {gain_1_to_4} from 1 to 4 samples, and still {gain_64_to_256} from 64 to 256.",
             "only_if": (
-                "Going from 1 to 4 samples trains {gain_1_to_4} as fast; going from 64 to 256, {gain_64_to_256} as "
-                "fast. In between, it is {gain_4_to_16} from 4 to 16, and {gain_16_to_64} from 16 to 64. Once the "
-                "device is busy, larger micro-batches only use more memory."
+                "Only until the device is busy: going from 1 to 4 samples trains {gain_1_to_4} as fast; going from 64 "
+                "to 256, {gain_64_to_256} as fast. In between, it is {gain_4_to_16} from 4 to 16, and {gain_16_to_64} "
+                "from 16 to 64. Once the device is busy, larger micro-batches only use more memory."
             ),
             "false": "The speed-up from 1 to 4 samples is {gain_1_to_4}.",
         },
@@ -369,10 +369,10 @@ _CLAIMS = (
         texts={
             "true": "Divided by N, the gradient is correct up to {even_error}, {uneven_error} and {token_error}.",
             "only_if": (
-                "Split 24 + 24 + 16 and divided by 3, the gradient is off by {uneven_error}. It is off by "
-                "{token_error} for sentences of unequal length, and by {even_error} if all micro-batches have the same "
-                "number of items. If micro-batches are weighted by their items, both are correct, up to "
-                "{uneven_error_by_items} and {token_error_by_items}."
+                "Only for equal micro-batches: split 24 + 24 + 16 and divided by 3, the gradient is off by "
+                "{uneven_error}. It is off by {token_error} for sentences of unequal length, and by {even_error} if "
+                "all micro-batches have the same number of items. If micro-batches are weighted by their items, both "
+                "are correct, up to {uneven_error_by_items} and {token_error_by_items}."
             ),
             "false": "Even for equal micro-batches the error is {even_error}.",
         },
@@ -400,10 +400,9 @@ _CLAIMS = (
         texts={
             "true": "The loss ends at {sgd_no_division} with SGD and {adam_no_division} with Adam; chance is {chance}.",
             "only_if": (
-                "Without the division, SGD ends at a loss of {sgd_no_division} instead of {sgd_right}; with Adam the "
-                "factor cancels. Random guessing gives {chance}. With Adam the final loss is {adam_no_division} "
-                "instead of {adam_right}: Adam divides by the size of the gradient, so the factor cancels. Clipping "
-                "and weight decay in the loss are still wrong."
+                "Only with SGD, which ends at a loss of {sgd_no_division} instead of {sgd_right}; with Adam it is "
+                "{adam_no_division} instead of {adam_right}. Random guessing gives {chance}. Adam divides by the size "
+                "of the gradient, so most of the factor cancels. Clipping and weight decay in the loss are still wrong."
             ),
             "false": "The loss ends at {sgd_no_division} with SGD, {adam_no_division} with Adam; chance is {chance}.",
         },
@@ -432,11 +431,11 @@ _CLAIMS = (
         texts={
             "true": "With SyncBatchNorm the gradient error is only {sync_error}.",
             "only_if": (
-                "On one rank, in micro-batches of 16, the gradient is still off by {sync_error}: SyncBatchNorm "
-                "combines ranks, not micro-batches. It uses the statistics of ranks that run at the same time, but not "
-                "of micro-batches that run one after the other. On two ranks the error is {sync_error_2_ranks}. It "
-                "disappears ({sync_error_4_ranks}) only without accumulation. The engine's exact BatchNorm computes "
-                "the statistics over all micro-batches: {exact_error}."
+                "Only with one micro-batch per rank: on one rank, in micro-batches of 16, the gradient is still off by "
+                "{sync_error}: SyncBatchNorm combines ranks, not micro-batches. It uses the statistics of ranks that "
+                "run at the same time, but not of micro-batches that run one after the other. On two ranks the error "
+                "is {sync_error_2_ranks}. It disappears ({sync_error_4_ranks}) only without accumulation. The engine's "
+                "exact BatchNorm computes the statistics over all micro-batches: {exact_error}."
             ),
             "false": "The error is {plain_error} with BatchNorm, and {sync_error} with SyncBatchNorm.",
         },

@@ -267,14 +267,14 @@ function captionAt(story: Story, { kind, act, step, part }: Clip, refused: boole
   const needed = act === 0 ? data.splits[0]!.peak : split.peak;
   const caption = (heading: string, detail: string, isBad = false): Caption => ({ heading, detail, isBad });
   const where = `Micro-batch ${part + 1} of ${parts}.`;
-  if (act === 0 && (kind === "intro" || kind === "load")) return caption("Train on 64 digits at once", "One forward, one backward, one update.");
+  if (act === 0 && (kind === "intro" || kind === "load")) return caption("Train on 64 digits at once", "First without a split: one forward, one backward, one update.");
   if (kind === "intro") return caption("All 64 digits in one pass", "No accumulation.");
   if (kind === "refuse" || (kind === "eject" && refused)) {
     return caption("Out of memory", `${parts > 1 ? `Micro-batches of ${size} need` : "This step needs"} ${mib(needed)} MiB. The limit is ${(limit / MIB).toFixed(1)}.`, true);
   }
   if (kind === "stop") return caption("Still out of memory", parts > 1 ? "Choose smaller micro-batches, or raise the limit." : "Choose micro-batches, or raise the limit.", true);
   if (kind === "fits" || kind === "eject") return caption("All 64 fit", `This step needs ${mib(needed)} MiB. The limit is ${(limit / MIB).toFixed(1)}.`);
-  if (kind === "split") return caption(`Split the batch into\n${parts} micro-batches`, `${listed(sizes)} digits, one after the other.`);
+  if (kind === "split") return caption(`Split the batch into\n${parts} micro-batches`, `${counted(parts)} parts of ${listed(sizes)} digits, one part after the other.`);
   if (kind === "update") return caption("Update the weights once", step ? `Step ${step + 1} of ${NUM_STEPS}.` : "With the gradient of all 64 digits.");
   if (kind === "zero") return caption("Clear the gradient", step ? `Step ${step + 1} of ${NUM_STEPS}.` : "Ready for the next 64 digits.");
   if (kind === "deal") return caption("The next 64 digits", `Step ${step + 1} of ${NUM_STEPS}.`);
@@ -296,6 +296,8 @@ function wholePass(kind: Kind): Caption {
 function listed(sizes: readonly number[]): string {
   return new Set(sizes).size > 1 ? `${sizes.slice(0, -1).join(", ")} and ${sizes.at(-1)}` : `${sizes[0]}`;
 }
+
+const counted = (parts: number) => ["Zero", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight"][parts] ?? `${parts}`;
 
 /** A fraction in words, as "46%". */
 export const share = (part: number) => `${formatNumber(100 * part, 2)}%`;

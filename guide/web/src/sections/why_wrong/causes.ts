@@ -152,7 +152,7 @@ export const CAUSES = {
   },
   drop_tail: {
     title: "The loop steps on full windows only",
-    why: "Samples at the end of an epoch that do not fill a window are never used.",
+    why: "Samples at the end of an epoch that do not fill a window are never used if zero_grad() runs before each window, as here. If it runs after the step, they are added to the next epoch instead.",
     wrong: "▸if number % accumulation_steps == 0:\n    optimizer.step()",
     fix: "▸if number % accumulation_steps == 0 or number == len(loader):\n    optimizer.step()",
     measure: "samples",
