@@ -118,7 +118,7 @@ class Windows:
     shares: ShareLoader
     new_counter: Callable[[], ItemCounter]
     start: int
-    _memory: dict[str, Any]
+    memory: dict[str, Any]
     _order: tuple[int, int]
     counters: dict[tuple[int, int], ItemCounter] = field(default_factory=dict)
     _steps: dict[int, HostStep] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class Windows:
 
     def __iter__(self) -> Iterator["Window"]:
         """Yield the windows."""
-        finished = self._memory.setdefault("_anybatch_epochs", set())
+        finished = self.memory.setdefault("_anybatch_epochs", set())
         if self._order in finished:
             seed, epoch = self._order
             message = (
@@ -169,11 +169,7 @@ class _MicroBatch:
 
 
 class Window:
-    """This rank's micro-batches of one effective batch.
-
-    Attributes:
-        ids: the numbers of the effective batch's samples in the data set, over all ranks.
-    """
+    """This rank's micro-batches of one effective batch; `ids` are its samples in the data set, over all ranks."""
 
     def __init__(self, owner: Windows, share: Share, *, is_early: bool) -> None:
         self.ids = share.key.sample_ids
@@ -199,7 +195,7 @@ class Window:
         models = (model, *others)
         self._begin(models)
         last = len(self._share.micro_batches) - 1
-        for number, (batch, weight) in enumerate(zip(self._share.micro_batches, self._share.weights, strict=True)):
+        for number, (batch, weight) in enumerate(self._share.pairs):
             self._current = _MicroBatch(batch, weight, is_last=number == last)
             self._accelerator.sync_gradients = number == last
             with ExitStack() as stack:
@@ -257,7 +253,8 @@ class Window:
             self._accelerator.backward(scaled)
             return scaled
 
-        self._total = step.run(self._share, self._owner.shares.dataset, run, lambda: None)  # type: ignore[arg-type]
+        shares: Any = self._owner.shares.dataset
+        self._total = step.run(self._share, shares, run, lambda: None)
         return self.loss()
 
     def loss(self) -> Tensor:
@@ -267,10 +264,8 @@ class Window:
 
     def check_finished(self) -> None:
         """Raise unless the loop has used no micro-batch, or all of them."""
-        if self._current is None:
-            return
         self._check_scaled()
-        if not self._current.is_last:
+        if self._current is not None and not self._current.is_last:
             _refuse_loop("incomplete_window")
 
     def _begin(self, models: tuple[nn.Module, ...]) -> None:

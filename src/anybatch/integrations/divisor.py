@@ -20,7 +20,7 @@ from anybatch.core.tree import tensors_of
 from anybatch.errors import LossError
 from anybatch.integrations.effective_batches import Share
 from anybatch.integrations.host_step import gather_objects
-from anybatch.integrations.probe import Batch, candidates, count_function, counts_for
+from anybatch.integrations.probe import Batch, candidates, count_of, counts_for
 
 MEAN = 1  # of `_saved_reduction`
 NUM_COMPARED = 8
@@ -31,16 +31,12 @@ RESHAPING = ("ViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "ToCopyB
 
 
 class ItemCounter:
-    """Counts the items of a micro-batch over which a loss averages: as declared, or as found in the first losses.
-
-    Args:
-        count: the items, or None to find them.
-    """
+    """Counts the items of a micro-batch over which a loss averages: as declared, or as found in the first losses."""
 
     def __init__(self, count: Term | Callable[[Any], Any] | None) -> None:
         self.items = "" if count is None else "items counted by count="
         self.is_found = count is not None
-        self._count = count_function(count)
+        self._count = count_of(count)
         self._multiples: dict[str, int] | None = None
         self._num_left = 0 if self.is_found else NUM_COMPARED
 
@@ -78,13 +74,9 @@ class ItemCounter:
 
 
 class StepItems:
-    """The items of one loss in an effective batch, and the weight of each micro-batch.
+    """The items of one loss in an effective batch, and the weight of each micro-batch; ranks create it together.
 
-    Args:
-        counter: counts the items of a micro-batch.
-        share: this rank's share; ranks create the object together.
-        ranks: the number of ranks, over which the host averages gradients.
-        check_other_ranks: called before ranks communicate within a micro-batch.
+    `check_other_ranks` is called before ranks communicate within a micro-batch.
     """
 
     def __init__(
@@ -112,7 +104,7 @@ class StepItems:
         return weighted_mean(loss, items, self.total, self._ranks), items
 
     def _count_all(self) -> Tensor:
-        return total_items(self._counter, self._share.micro_batches, self._share.weights, self._device)
+        return total_items(self._counter, self._share.pairs, self._device)
 
 
 def num_items(count: Callable[[Any], Any], batch: Any, device: torch.device) -> Tensor:
@@ -120,12 +112,10 @@ def num_items(count: Callable[[Any], Any], batch: Any, device: torch.device) -> 
     return torch.as_tensor(count(batch), dtype=widest_dtype(device), device=device)
 
 
-def total_items(
-    count: Callable[[Any], Any], batches: Iterable[Any], weights: Iterable[float], device: torch.device
-) -> Tensor:
+def total_items(count: Callable[[Any], Any], pairs: Iterable[tuple[Any, float]], device: torch.device) -> Tensor:
     """Return the number of items of a step on all ranks, 1 if there are none; ranks call it together."""
     total = torch.zeros((), dtype=widest_dtype(device), device=device)
-    for batch, weight in zip(batches, weights, strict=True):
+    for batch, weight in pairs:
         total += num_items(count, batch, device) * weight
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(total)
@@ -139,11 +129,7 @@ def weighted_mean(loss: Tensor, items: Tensor, total: Tensor, ranks: float) -> T
 
 
 def findings_of_ranks(find: Callable[[], Finding | None]) -> list[Finding]:
-    """Return what each rank finds, without None; ranks call it together.
-
-    Raises:
-        LossError: on all ranks, if a rank has raised one.
-    """
+    """Return what each rank finds, without None, or raise the LossError of any rank; ranks call it together."""
     finding: Finding | LossError | None
     try:
         finding = find()
@@ -181,11 +167,7 @@ def _common(known: list[dict[str, int]]) -> dict[str, int]:
 
 
 def divisor_of(loss: Tensor, batch: Any) -> float:
-    """Return the number by which a loss divides a sum.
-
-    Raises:
-        LossError: its graph has another form (a sum, a compiled function), or its terms have different divisors.
-    """
+    """Return the number by which a loss divides a sum; raise LossError if it has other forms, or several divisors."""
     found = set(_divisors(loss.grad_fn, loss.output_nr, batch))
     if len(found) > 1:
         reason = f"its terms are means over {' and '.join(f'{number:.6g}' for number in sorted(found))} items"

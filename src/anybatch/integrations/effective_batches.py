@@ -1,7 +1,6 @@
 """A DataLoader of effective batches, for loops of other libraries: each item is this rank's share, in micro-batches."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,13 @@ from anybatch.errors import BatchSizeError, DataError, DoesNotFitError
 SHUFFLED = ("RandomSampler", "SeedableRandomSampler")  # torch's, and the one by which Accelerate replaces it
 
 
+class World(NamedTuple):
+    """This rank, and the number of ranks."""
+
+    rank: int
+    num_ranks: int
+
+
 class StepKey(NamedTuple):
     """The samples of one effective batch, over all ranks."""
 
@@ -25,29 +31,26 @@ class StepKey(NamedTuple):
 
 
 class Share(NamedTuple):
-    """This rank's share of an effective batch.
-
-    Attributes:
-        key: the samples of the effective batch.
-        micro_batches: collated micro-batches. All ranks have the same number, since some losses communicate.
-        weights: 1.0 for each micro-batch; 0.0 for a filler, a repeated micro-batch that must not count.
-        micro_batch_size: the maximum samples of a micro-batch.
-    """
+    """This rank's share of an effective batch."""
 
     key: StepKey
-    micro_batches: list[Any]
-    weights: list[float]
-    micro_batch_size: int
+    micro_batches: list[Any]  # of the same number on all ranks, since some losses communicate
+    weights: list[float]  # 1.0; 0.0 for a filler, a repeated micro-batch that must not count
+    micro_batch_size: int  # the maximum
+
+    @property
+    def pairs(self) -> list[tuple[Any, float]]:
+        """The micro-batches with their weights."""
+        return list(zip(self.micro_batches, self.weights, strict=True))
 
 
 class Shares(torch.utils.data.Dataset[Any]):
     """A data set whose items are shares of effective batches; it can be used in the workers of a DataLoader."""
 
-    def __init__(self, loader: UnitLoader, micro_batch_size: int, rank: int, num_ranks: int) -> None:
+    def __init__(self, loader: UnitLoader, micro_batch_size: int, world: World) -> None:
         self.loader = loader
         self.micro_batch_size = micro_batch_size
-        self._rank = rank
-        self._num_ranks = num_ranks
+        self._world = world
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -56,8 +59,8 @@ class Shares(torch.utils.data.Dataset[Any]):
     def __getitems__(self, key: StepKey) -> Share:
         """Load this rank's share of an effective batch."""
         split = SplitOptions(micro_batch_size=self.micro_batch_size, lockstep=True)
-        plan = plan_batch(len(key.sample_ids), self._num_ranks, split)
-        units = plan.shares[self._rank]
+        plan = plan_batch(len(key.sample_ids), self._world.num_ranks, split)
+        units = plan.shares[self._world.rank]
         ids = [tuple(key.sample_ids[position] for position in plan.positions(unit)) for unit in units]
         loaded = [self.loader(UnitKey(key.epoch, of_unit)) for of_unit in ids]
         return Share(key, loaded, [unit.weight for unit in units], self.micro_batch_size)
@@ -67,13 +70,9 @@ class Shares(torch.utils.data.Dataset[Any]):
         return share if share.micro_batch_size <= self.micro_batch_size else self.__getitems__(share.key)
 
     def halve(self, share: Share, reason: str) -> Share:
-        """Halve the micro-batch size from now on, and return the share, split again.
-
-        Raises:
-            DoesNotFitError: a micro-batch has one sample already.
-        """
+        """Halve the micro-batch size from now on, and return the share, split again; raise if the size is 1."""
         # A batch may be smaller than the limit.
-        size = min(self.micro_batch_size, ceil_div(len(share.key.sample_ids), self._num_ranks))
+        size = min(self.micro_batch_size, ceil_div(len(share.key.sample_ids), self._world.num_ranks))
         if size <= 1:
             message = f"not even 1 sample at a time fits into memory. torch says: {reason}"
             raise DoesNotFitError(message, micro_batch_size=1)
@@ -85,21 +84,15 @@ class EffectiveBatchSampler:
     """Yields the sample ids of each effective batch of an epoch; they do not depend on the number of ranks.
 
     Shuffled and sequential order are ours; those of other samplers are drawn from the host's sampler.
-
-    Attributes:
-        num_skipped: effective batches that the next iteration leaves out; 0 again after it has begun.
     """
 
     def __init__(
         self, num_samples: int, effective_batch_size: int, *, seed: int, sampler: Any, drop_last: bool = False
     ) -> None:
         self.epoch = 0
-        self.num_skipped = 0
-        self._num_samples = num_samples
+        self.num_skipped = 0  # effective batches that the next iteration leaves out; 0 again after it has begun
         self._size = checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
-        self._seed = seed
-        self._sampler = sampler
-        self._drop_last = drop_last
+        self._num_samples, self._seed, self._sampler, self._drop_last = num_samples, seed, sampler, drop_last
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration."""
@@ -132,14 +125,6 @@ class ShareLoader(DataLoader[Any]):
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
 
 
-@dataclass(frozen=True, slots=True)
-class World:
-    """This rank, and the number of ranks."""
-
-    rank: int
-    num_ranks: int
-
-
 def share_loader(
     loader: DataLoader[Any], effective_batch_size: int, micro_batch_size: int, world: World, *, seed: int
 ) -> ShareLoader:
@@ -170,11 +155,11 @@ def share_loader(
     if not isinstance(sampler, RandomSampler):  # whose generator is not used
         check_sampler_order(sampler)
     return ShareLoader(
-        Shares(UnitLoader(dataset, loader.collate_fn, seed), micro_batch_size, world.rank, world.num_ranks),
+        Shares(UnitLoader(dataset, loader.collate_fn, seed), micro_batch_size, world),
         batch_sampler=EffectiveBatchSampler(
             len(dataset), effective_batch_size, seed=seed, sampler=sampler, drop_last=bool(batch_sampler.drop_last)
         ),  # type: ignore[arg-type]
-        collate_fn=_itself,
+        collate_fn=itself,
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
@@ -199,5 +184,6 @@ def upper_limit(loader: DataLoader[Any]) -> Any:
     return getattr(innermost_batch_sampler(loader), "batch_size", 1)
 
 
-def _itself(share: Any) -> Any:  # a `Share`, for which torch's type is a list
-    return share
+def itself(value: Any, *_: Any, **__: Any) -> Any:
+    """Return the first argument."""
+    return value

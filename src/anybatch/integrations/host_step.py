@@ -34,10 +34,8 @@ class OtherRankFailedError(Exception):
 class HostStep:
     """Runs the micro-batches of one effective batch after another.
 
-    Args:
-        model: the model as the host calls it: a module, DDP or a module after FSDP2's `fully_shard`.
-        device: of the micro-batches.
-        no_sync: returns a context in which a backward does not reduce gradients over ranks.
+    The model is the one that the host calls: a module, DDP or a module after FSDP2's `fully_shard`. `no_sync` returns a
+    context in which a backward does not reduce gradients over ranks.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, no_sync: NoSync) -> None:
@@ -47,7 +45,7 @@ class HostStep:
             )
             raise UserError(message, code="static_graph")
         self.model = model
-        self.num_repeats = 0
+        self.was_repeated = False
         self._device = device
         self._no_sync = no_sync
         self._is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
@@ -85,7 +83,7 @@ class HostStep:
         """
         share = shares.at_current_size(share)
         begin_step(self.model)
-        draws = HostDraws()
+        draws, self.was_repeated = HostDraws(), False
         self._state.keep()
         while True:
             total, reason = self._attempt(share, run)
@@ -98,7 +96,7 @@ class HostStep:
             draws.restore()
             undo()
             share = shares.halve(share, reason or OTHER_RANK_FAILED)
-            self.num_repeats += 1
+            self.was_repeated = True
         self._state.release()
         if not self._is_sharded:
             reduce_gradients(self.model)
@@ -109,7 +107,7 @@ class HostStep:
         total, reason = torch.zeros((), device=self._device), None
         last = len(share.micro_batches) - 1
         try:
-            for number, (batch, weight) in enumerate(zip(share.micro_batches, share.weights, strict=True)):
+            for number, (batch, weight) in enumerate(share.pairs):
                 # FSDP can reduce only in a backward; all others after the vote.
                 reduces = self._is_sharded and number == last
                 with nullcontext() if reduces else self._no_sync():
@@ -144,11 +142,7 @@ class HostStep:
             self._votes = None
 
     def check_other_ranks(self) -> None:
-        """Leave the micro-batch if another rank has failed; call it before a collective inside of a micro-batch.
-
-        Raises:
-            OtherRankFailedError: another rank ran out of memory.
-        """
+        """Raise OtherRankFailedError if another rank has failed; call it before a collective inside a micro-batch."""
         if self.any_rank(failed=False):
             raise OtherRankFailedError(OTHER_RANK_FAILED)
 
@@ -254,6 +248,12 @@ def refuse(function: str, reasons: Mapping[str, str]) -> None:
         if reason:
             message = f"{function}: {reason}."
             raise UserError(message, code=code)
+
+
+def print_line(line: str, *, is_first_rank: bool) -> None:
+    """Print a line for the user, on one rank."""
+    if is_first_rank:
+        print(f"anybatch: {line}", flush=True)  # noqa: T201 (for the user)
 
 
 @contextmanager

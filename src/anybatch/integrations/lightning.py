@@ -28,7 +28,7 @@ from anybatch.core.loss_kinds import Term
 from anybatch.errors import BatchSizeError, DataError, LossError, UserError
 from anybatch.integrations.divisor import ItemCounter, StepItems
 from anybatch.integrations.effective_batches import Share, World, share_loader, upper_limit
-from anybatch.integrations.host_step import HostStep, copied_state, fsdp_no_sync, refuse, replaced
+from anybatch.integrations.host_step import HostStep, copied_state, fsdp_no_sync, print_line, refuse, replaced
 
 VERSIONS = ("2.5.", "2.6.")
 
@@ -172,7 +172,7 @@ class _Steps:
         trainer, loader, is_new = self.trainer, self._callback.loader, not self.counter.items
         _refuse_accumulation(trainer)
         assert loader is not None
-        num_repeats, results = self.host_step.num_repeats, trainer._results  # noqa: SLF001
+        results = trainer._results  # noqa: SLF001
         self.automatic._make_zero_grad_fn(batch_idx, optimizer)()  # noqa: SLF001
         step = _Step(self, kwargs, loader.share, self.automatic._make_backward_fn(optimizer))  # noqa: SLF001
         with replaced(results, log=step.log.collect):
@@ -181,7 +181,7 @@ class _Steps:
         step.log.write(results.log, None if num_items is None else num_items / trainer.world_size)
         if is_new and self.counter.items:
             self._print(f"the loss is a mean over {self.counter.items}.")
-        if self.host_step.num_repeats > num_repeats:
+        if self.host_step.was_repeated:
             size = loader.shares.micro_batch_size
             self._print(f"out of memory in step {trainer.global_step}: micro-batches have at most {size} samples now.")
         if result.closure_loss is None:
@@ -189,8 +189,7 @@ class _Steps:
         return dataclasses.replace(result, closure_loss=trainer.strategy.reduce(total, reduce_op="mean"))
 
     def _print(self, line: str) -> None:
-        if self.trainer.is_global_zero:
-            print(f"anybatch: {line}", flush=True)  # noqa: T201 (for the user)
+        print_line(line, is_first_rank=self.trainer.is_global_zero)
 
     def transferred(self, batch: Any) -> Any:
         """Return a micro-batch on the device, after the hooks that Lightning calls for a batch."""
@@ -233,11 +232,7 @@ class _Step:
         self._restore_metrics()
 
     def result(self) -> Any:
-        """Return the result of the last micro-batch.
-
-        Raises:
-            LossError: only a part of the micro-batches has a loss.
-        """
+        """Return the result of the last micro-batch; raise LossError if only a part of the micro-batches has a loss."""
         skipped = sum(result.closure_loss is None for result in self._results)
         if skipped not in {0, len(self._results)}:
             message = (

@@ -42,17 +42,11 @@ UNCERTAIN = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How a loss combines its items.
+    """How a loss combines its items."""
 
-    Attributes:
-        divides: it divides a sum over items by the given divisor; otherwise it ignores the divisor.
-        items: "samples", "tokens", "shifted tokens" or "items counted by count="; "sum" if nothing is averaged.
-        factor: by which the trainer multiplies a loss that divides: the number of ranks, or 1.
-    """
-
-    divides: bool
-    items: str
-    factor: float = 1.0
+    divides: bool  # a sum over items by the given divisor, which it ignores otherwise
+    items: str  # "samples", "tokens", "shifted tokens" or "counted by count="; "sum" if nothing is averaged
+    factor: float = 1.0  # by which the trainer multiplies a loss that divides: the number of ranks, or 1
 
     def __str__(self) -> str:
         if self.items == "sum":
@@ -67,10 +61,10 @@ def num_rows(batch: Batch) -> int:
     return next(len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim())
 
 
-def counts_for(labels: str) -> dict[str, Callable[[Batch], Tensor | float]]:
+def counts_for(labels: str) -> Counts:
     """Return the numbers of items, by kind, for batches with these labels (samples, positions)."""
-    given, shifted = count_function(tokens(labels, shift=False)), count_function(tokens(labels))
-    own = count_function(tokens("shift_labels", shift=False))
+    given, shifted = count_of(tokens(labels, shift=False)), count_of(tokens(labels))
+    own = count_of(tokens("shift_labels", shift=False))
     return {
         "samples": num_rows,
         "tokens": given,
@@ -78,12 +72,12 @@ def counts_for(labels: str) -> dict[str, Callable[[Batch], Tensor | float]]:
     }
 
 
-def count_function(count: Term | Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+def count_of(count: Term | Callable[[Any], Any] | None) -> Callable[[Any], Any]:
     """Return the function that counts the items of a micro-batch; samples if nothing else is declared."""
     return (count.count if isinstance(count, Term) else count) or num_rows
 
 
-def candidates(batch: Batch, labels: str) -> dict[str, Callable[[Batch], Tensor | float]]:
+def candidates(batch: Batch, labels: str) -> Counts:
     """Return the numbers of items, by kind, that the loss of this batch may average over."""
     counts, given = counts_for(labels), batch.get(labels)
     of_tokens = isinstance(given, Tensor) and not given.is_floating_point() and given.dim() > 1
@@ -91,11 +85,7 @@ def candidates(batch: Batch, labels: str) -> dict[str, Callable[[Batch], Tensor 
 
 
 def divides(loss: Loss, batch: Batch) -> bool:
-    """Return whether a loss divides by the given divisor.
-
-    Raises:
-        LossError: only a part of it does.
-    """
+    """Return whether a loss divides by the given divisor; raise LossError if only a part of it does."""
     one, half = (loss(batch, torch.tensor(divisor)) for divisor in (DIVISOR, 2 * DIVISOR))
     if math.isclose(one, half, rel_tol=1e-5):
         return False
@@ -109,25 +99,12 @@ def divides(loss: Loss, batch: Batch) -> bool:
 
 
 def find_reduction(
-    loss: Loss,
-    batch: Batch,
-    labels: str,
-    num_classes: int,
-    collated: Collated | None,
-    *,
-    module: nn.Module | None = None,
+    loss: Loss, batch: Batch, labels: str, num_classes: int, collated: Collated | None, *, module: nn.Module | None
 ) -> Reduction:
-    """Find out how a loss combines its items.
+    """Find out how a loss, in eval mode and without gradients, combines the items of two or more samples.
 
-    Args:
-        loss: the loss function, in eval mode and without gradients.
-        batch: two or more samples.
-        labels: key of the labels, which the batch may lack.
-        num_classes: of a classifier.
-        collated: returns a batch of the samples with the given numbers, for batches whose rows are not samples, such as
-            pairs; None if samples cannot be read.
-        module: the model. If nothing was found, its parameters are changed for a second try, since all samples have
-            the same loss where training starts with policy and reference equal, as in DPO.
+    `collated` is for batches whose rows are not samples, such as pairs. If nothing was found, parameters of the module
+    are changed for a second try: all samples have the same loss where policy and reference start equal, as in DPO.
 
     Raises:
         LossError: the items could not be found out.
@@ -150,7 +127,7 @@ def find_reduction(
         reason = found
     if module is not None:
         with _varied(module):
-            return find_reduction(loss, batch, labels, num_classes, collated)
+            return find_reduction(loss, batch, labels, num_classes, collated, module=None)
     message = (
         f"cannot find out which items the loss averages over: {reason}. If it is a mean over items, name them: "
         "ab.exact(trainer, count=ab.tokens(shift=False)), ab.samples(), or a function that returns their number in a "

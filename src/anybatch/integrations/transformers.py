@@ -27,13 +27,21 @@ from anybatch.data.loading import UnitKey
 from anybatch.engine.evaluation import evaluation_mode
 from anybatch.errors import BatchSizeError, DataError, LossError
 from anybatch.integrations.divisor import findings_of_ranks, num_items, total_items, weighted_mean
-from anybatch.integrations.effective_batches import Share, ShareLoader, Shares, World, share_loader
-from anybatch.integrations.host_step import HostStep, copied_state, fsdp_no_sync, gather_ragged, refuse, replaced
+from anybatch.integrations.effective_batches import Share, ShareLoader, World, itself, share_loader
+from anybatch.integrations.host_step import (
+    HostStep,
+    copied_state,
+    fsdp_no_sync,
+    gather_ragged,
+    print_line,
+    refuse,
+    replaced,
+)
 from anybatch.integrations.probe import (
     MAX_ROWS,
     Batch,
     Reduction,
-    count_function,
+    count_of,
     counts_for,
     divides,
     find_reduction,
@@ -48,7 +56,6 @@ QA_POSITIONS = ("start_positions", "end_positions")
 def make_exact(trainer: Any, count: Term | Callable[[Batch], Any] | None, effective_batch_size: int | None) -> None:
     """Replace the methods of a trainer that count items, compute losses and, with an effective batch size, load it."""
     refuse("ab.exact", _reasons(trainer, effective_batch_size))
-    count = None if count is None else count_function(count)
     if effective_batch_size is None:
         exact = _ExactLoss(trainer, count)
     else:
@@ -104,14 +111,13 @@ class _ExactLoss:
 
     replaced: tuple[str, ...] = ("get_batch_samples", "compute_loss")
 
-    def __init__(self, trainer: Any, count: Callable[[Batch], Any] | None) -> None:
+    def __init__(self, trainer: Any, count: Term | Callable[[Batch], Any] | None) -> None:
         self._trainer = trainer
-        self._given_count = count
+        self._is_count_given, self._count = count is not None, count_of(count)
         self.host = {name: getattr(trainer, name) for name in self.replaced}
         self._labels = (trainer.label_names or ["labels"])[0]
         self._probed_model: Any = None
         self._reduction = Reduction(divides=False, items="samples")
-        self._count: Callable[[Batch], Any] = num_rows
         self._weight = 1.0
 
     def get_batch_samples(
@@ -122,7 +128,7 @@ class _ExactLoss:
         is_new = self._is_new
         if is_new:
             self._find_reduction(window[0] if window else None)
-        total = self._num_items(window, [1.0] * len(window), device)
+        total = self._num_items([(batch, 1.0) for batch in window], device)
         if is_new:
             self._print(self._found(len(window), host_count, total))
         return window, total
@@ -131,13 +137,12 @@ class _ExactLoss:
     def _is_new(self) -> bool:
         return self._trainer.model is not self._probed_model
 
-    def _num_items(self, window: Sequence[Batch], weights: Sequence[float], device: torch.device) -> Tensor:
-        _refuse_ignored_positions([batch for batch, weight in zip(window, weights, strict=True) if weight])
-        return total_items(self._count, window, weights, device)
+    def _num_items(self, pairs: Sequence[tuple[Batch, float]], device: torch.device) -> Tensor:
+        _refuse_ignored_positions([batch for batch, weight in pairs if weight])
+        return total_items(self._count, pairs, device)
 
     def _print(self, line: str) -> None:
-        if self._trainer.is_world_process_zero():
-            print(f"anybatch: {line}", flush=True)  # noqa: T201 (for the user)
+        print_line(line, is_first_rank=self._trainer.is_world_process_zero())
 
     def compute_loss(
         self,
@@ -170,7 +175,8 @@ class _ExactLoss:
             message = f"ranks found different losses: {found_kinds}. Name the items: ab.exact(trainer, count=...)."
             raise LossError(message, code="unknown_items")
         self._reduction = kinds[0] if kinds else self._reduction
-        self._count = self._given_count or counts_for(self._labels).get(self._reduction.items, num_rows)
+        if not self._is_count_given:
+            self._count = counts_for(self._labels).get(self._reduction.items, num_rows)
         self._probed_model = self._trainer.model
 
     def _probe(self, batch: Batch) -> Reduction:
@@ -187,7 +193,7 @@ class _ExactLoss:
         with _undisturbed(trainer, module):
             collated = _collated(trainer)
             rows = batch if num_rows(batch) > 1 or collated is None else collated([0, 1])
-            if self._given_count is not None:
+            if self._is_count_given:
                 factor = trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1
                 is_divided = divides(loss, rows)
                 return Reduction(is_divided, "counted by count=", float(factor if is_divided else 1))
@@ -221,13 +227,13 @@ class _EffectiveBatches(_ExactLoss):
         "_track_num_input_tokens",
     )
 
-    def __init__(self, trainer: Any, count: Callable[[Batch], Any] | None, effective_batch_size: int) -> None:
+    def __init__(self, trainer: Any, count: Term | Callable[[Batch], Any] | None, effective_batch_size: int) -> None:
         super().__init__(trainer, count)
         args = trainer.args
         self._size = effective_batch_size
         self._num_steps_alone, args.gradient_accumulation_steps = args.gradient_accumulation_steps, 1
         self._world = World(args.process_index, args.world_size)
-        self._shares: Shares | None = None
+        self._shares: Any = None  # the data set of the loader, once there is one
         self._host_step: HostStep | None = None
 
     def get_total_train_batch_size(self, _: Any) -> int:
@@ -246,7 +252,7 @@ class _EffectiveBatches(_ExactLoss):
                 f"{self._size}, and dataloader_drop_last=True. Set dataloader_drop_last=False."
             )
             raise DataError(message, code="no_step")
-        self._shares = loader.dataset  # type: ignore[assignment]
+        self._shares = loader.dataset
         return loader
 
     def get_batch_samples(
@@ -259,25 +265,18 @@ class _EffectiveBatches(_ExactLoss):
         if is_new:
             # A micro-batch of the size that is only a limit may not fit.
             ids = share.key.sample_ids[:MAX_ROWS]
-            self._find_reduction(self._required_shares.loader(UnitKey(share.key.epoch, ids)))
-        batches = share.micro_batches
-        total = self._num_items(batches, share.weights, device)
+            self._find_reduction(self._shares.loader(UnitKey(share.key.epoch, ids)))
+        total = self._num_items(share.pairs, device)
         if is_new:
-            # With fillers, or a rank might not take part in the count.
+            batches = share.micro_batches  # with fillers, or a rank might not take part in the count
             _, host_count = self.host["get_batch_samples"](iter(batches), len(batches), device)
-            self._print(
-                self._found(self._num_steps_alone, host_count, self._num_items(batches, [1.0] * len(batches), device))
-            )
+            with_fillers = self._num_items([(batch, 1.0) for batch in batches], device)
+            self._print(self._found(self._num_steps_alone, host_count, with_fillers))
             self._print(self._describe_split())
         return [share], total
 
-    @property
-    def _required_shares(self) -> Shares:
-        assert self._shares is not None
-        return self._shares
-
     def _describe_split(self) -> str:
-        ranks, shares = self._world.num_ranks, self._required_shares
+        ranks, shares = self._world.num_ranks, self._shares
         plan = plan_batch(min(self._size, len(shares)), ranks, SplitOptions(micro_batch_size=shares.micro_batch_size))
         size, steps = self._trainer.args.per_device_train_batch_size, self._num_steps_alone
         alone = size * steps * ranks
@@ -290,7 +289,7 @@ class _EffectiveBatches(_ExactLoss):
         if self._host_step is None or self._host_step.model is not model:
             no_sync = fsdp_no_sync if isinstance(model, FSDPModule) else self._trainer.accelerator.no_sync
             self._host_step = HostStep(model, self._trainer.args.device, partial(no_sync, model))
-        host_step, shares = self._host_step, self._required_shares
+        host_step, shares = self._host_step, self._shares
         size = min(shares.micro_batch_size, ceil_div(len(inputs.key.sample_ids), self._world.num_ranks))
 
         def run_micro_batch(batch: Batch, weight: float) -> Tensor:
@@ -298,10 +297,9 @@ class _EffectiveBatches(_ExactLoss):
             loss: Tensor = self.host["training_step"](model, batch, num_items_in_batch)
             return loss
 
-        num_repeats = host_step.num_repeats
         with self._ragged_gathers(), _undoable(self._trainer) as undo:
             total = host_step.run(inputs, shares, run_micro_batch, undo)
-        if host_step.num_repeats > num_repeats:
+        if host_step.was_repeated:
             self._print(
                 f"out of memory in step {self._trainer.state.global_step}: repeated with micro-batches of at most "
                 f"{shares.micro_batch_size} samples instead of {size}, also from now on. "
@@ -311,12 +309,11 @@ class _EffectiveBatches(_ExactLoss):
 
     def floating_point_ops(self, inputs: Share) -> int:
         """Return the operations of this rank's share."""
-        counted = zip(inputs.micro_batches, inputs.weights, strict=True)
-        return sum(self.host["floating_point_ops"](batch) for batch, weight in counted if weight)
+        return sum(self.host["floating_point_ops"](batch) for batch, weight in inputs.pairs if weight)
 
     def _track_num_input_tokens(self, inputs: Share) -> None:
         with self._ragged_gathers():
-            for batch, self._weight in zip(inputs.micro_batches, inputs.weights, strict=True):
+            for batch, self._weight in inputs.pairs:
                 self.host["_track_num_input_tokens"](batch)
 
     @contextmanager
@@ -343,11 +340,13 @@ class _EffectiveBatches(_ExactLoss):
 @contextmanager
 def _undoable(trainer: Any) -> Iterator[Callable[[], None]]:
     """Hold logs back until the context ends, and yield a function that drops them and restores TRL's metrics."""
-    metrics, logs = _metrics_of(trainer), list[Any]()
+    logs = list[Any]()
+    metrics = {key: value for key, value in vars(trainer).items() if key.startswith(("_metrics", "_total"))}
+    metrics = copied_state(metrics)
 
     def undo() -> None:
         logs.clear()
-        vars(trainer).update({key: copied_state(value) for key, value in metrics.items()})
+        vars(trainer).update(copied_state(metrics))
 
     with replaced(trainer, log=lambda *args, **options: logs.append((args, options))):
         yield undo
@@ -388,22 +387,11 @@ def _collated(trainer: Any) -> Callable[[list[int]], Batch] | None:
 @contextmanager
 def _undisturbed(trainer: Any, module: nn.Module) -> Iterator[None]:
     """Call the loss in eval mode, without gradients, and without a trace in random numbers, logs or TRL's metrics."""
-    metrics = _metrics_of(trainer)
     devices = [trainer.args.device] if trainer.args.device.type == "cuda" else []
     # TRL gathers metrics in every loss, but ranks may call it a different number of times here.
-    with replaced(trainer.accelerator, gather=_itself, gather_for_metrics=_itself), replaced(trainer, log=_itself):
+    with replaced(trainer.accelerator, gather=itself, gather_for_metrics=itself), _undoable(trainer) as undo:
         try:
             with evaluation_mode(module), torch.no_grad(), torch.random.fork_rng(devices=devices):
                 yield
         finally:
-            vars(trainer).update(metrics)
-
-
-def _metrics_of(trainer: Any) -> dict[str, Any]:
-    """Return copies of the attributes in which TRL's trainers collect metrics."""
-    kept = {key: value for key, value in vars(trainer).items() if key.startswith(("_metrics", "_total"))}
-    return {key: copied_state(value) for key, value in kept.items()}
-
-
-def _itself(value: Any, *_: Any, **__: Any) -> Any:
-    return value
+            undo()
