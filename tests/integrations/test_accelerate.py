@@ -252,6 +252,22 @@ def test_out_of_memory(place: str, number: int, two_ranks: RankPool) -> None:
     assert counts[1] == number + (8 if number < 4 else 4) + 1
 
 
+def test_halved_size_is_kept() -> None:
+    """After an out-of-memory error, later epochs with the same loader start with the smaller micro-batches."""
+    run, sizes = FailingRun((0, "forward", 1)), list[int]()
+    call(run, run.windows())
+    loss = run.loss
+
+    def noting(batch: Sample) -> Tensor:
+        sizes.append(len(batch["labels"]))
+        return loss(batch)
+
+    run.loss = noting  # type: ignore[method-assign]
+    call(run, run.windows(epoch=1))
+
+    assert max(sizes) == (MICRO_BATCH_SIZE + 1) // 2
+
+
 def test_clipping() -> None:
     """`clip_grad_norm_` clips the gradient of the effective batch, although the loop calls it in each micro-batch."""
     for loop in LOOPS.values():

@@ -32,6 +32,8 @@ from anybatch.integrations.host_step import HostStep, refuse, replaced
 
 NUM_CHECKED_WINDOWS = 2
 """Windows that must begin without gradients; the check waits for the device if the gradients are zeros."""
+HALVED = "_anybatch_micro_batch_size"
+"""Attribute of the script's loader: the micro-batch size after an out-of-memory error, for later epochs."""
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 WRONG_LOOPS = MappingProxyType(
     {
@@ -101,7 +103,7 @@ def windows(
     """
     _refuse(accelerator, loader)
     ranks, size = accelerator.num_processes, upper_limit(loader)
-    size = ceil_div(size, ranks) if accelerator.split_batches else size
+    size = vars(loader).get(HALVED, ceil_div(size, ranks) if accelerator.split_batches else size)
     shares = share_loader(loader, effective_batch_size, size, World(accelerator.process_index, ranks), seed=seed)
     shares.set_epoch(checked_int("epoch", epoch, minimum=0))
     if checked_int("start", start, minimum=0) > len(shares):
@@ -255,6 +257,8 @@ class Window:
 
         shares: Any = self._owner.shares.dataset
         self._total = step.run(self._share, shares, run, lambda: None)
+        if step.was_repeated:
+            self._owner.memory[HALVED] = shares.micro_batch_size
         return self.loss()
 
     def loss(self) -> Tensor:
