@@ -89,4 +89,4 @@ def test_a_part_that_fails_to_load_stays_readable(browser: Browser, address: str
         place = page.locator("#mathematics")
         place.scroll_into_view_if_needed()
         expect(place.locator("[data-later]").first).to_have_attribute("data-later", "failed")
-        expect(place).to_contain_text("The gradient of a sum is the sum of the gradients")
+        expect(place).to_contain_text("The gradient of the full batch is a mean")
