@@ -9,39 +9,23 @@ from playwright.sync_api import FloatRect, Locator, expect
 from guide.tests.browser.chromium import DESKTOP, opened
 
 READY = "micro-batch \u2013 of 4"
-PLAYED = """async loop => {
-    const does = loop.querySelector('.does'), seen = [phase()];
-    function phase() {
-        const lit = loop.querySelector('.phases [aria-current=step]');
-        return lit ? lit.textContent : does.textContent.startsWith('P.grad is cleared') ? 'clear' : does.textContent;
-    }
-    await new Promise(done => {
-        const watch = new MutationObserver(() => {
-            seen.push(phase());
-            if (seen.length === 8) { watch.disconnect(); done(); }
-        });
-        watch.observe(does.closest('.walk').querySelector('.code'), {subtree: true, attributes: true});
-        watch.observe(does, {subtree: true, characterData: true});
-        loop.querySelector('.play').click();
-    });
-    loop.querySelector('.play').click();
-    return seen;
-}"""
-"""Plays the loop, and returns its first phases."""
 FILLED = """async playground => {
-    const strip = playground.querySelector('.seen'), seen = new Map();
+    const strip = playground.querySelector('.seen'), seen = new Map(), begun = [];
     await new Promise(done => {
         const watch = new MutationObserver(() => {
             const text = strip.querySelector('.who').textContent;
-            if (text.includes(' of 4')) seen.set(text, strip.querySelector('.gradient').getAttribute('d'));
+            const number = text.match(/(\\d) (of 4 micro|of 4: )/)?.[1];
+            if (!number || seen.has(number)) return;
+            begun.push(performance.now());
+            seen.set(number, strip.querySelector('.gradient').getAttribute('d'));
             if (seen.size === 4) { watch.disconnect(); done(); }
         });
         watch.observe(strip, {subtree: true, childList: true, characterData: true, attributes: true});
-        [...playground.querySelectorAll('button')].find(button => button.textContent.startsWith('Play')).click();
+        [...playground.querySelectorAll('button')].find(one => /^(Play|Train)/.test(one.textContent)).click();
     });
-    return [...seen];
+    return [[...seen], begun[3] - begun[0]];
 }"""
-"""Plays the run, and returns the texts and the bars of the gradient as its micro-batches are added."""
+"""Plays the run, and returns numbers and bars as the first micro-batches are added, and the milliseconds in between."""
 BARS = "path => (path.getAttribute('d').match(/v-?[\\d.]+/g) ?? []).map(bar => Number(bar.slice(1)))"
 """Heights of the bars of a strip."""
 
@@ -62,6 +46,12 @@ def box_of(element: Locator) -> FloatRect:
     box = element.bounding_box()
     assert box is not None
     return box
+
+
+def heights(path: Locator) -> list[float]:
+    """Return the heights of the bars of a strip."""
+    found: list[float] = path.evaluate(BARS)
+    return found
 
 
 def number_in(text: str, pattern: str) -> float:
@@ -259,111 +249,6 @@ def is_ready(split: Locator) -> None:
     expect(split.locator("svg:visible .joined")).to_have_count(4)
 
 
-# The full loop
-
-
-def plays_the_loop(loop: Locator) -> None:
-    """Playing skips lines without arithmetic, at the chosen speed."""
-    slider(loop, "Moment of the run").fill("0")
-    loop.get_by_label("Speed").first.select_option("4\u00d7")
-    assert loop.evaluate(PLAYED) == ["ready", "clear", *["forward"] * 3, "backward", "accumulate", "forward"]
-
-
-def counts_micro_batches(loop: Locator) -> None:
-    """The counter starts at 0 of 4, and shows which micro-batch runs."""
-    slider(loop, "Moment of the run").fill("0")
-    counts = loop.locator(".counts")
-    expect(counts).to_have_text(f"{READY} 0 of 4 added 0 updates", use_inner_text=True)
-    shown = [text for _, _, text in steps_of(loop)]
-    for number in range(1, 5):
-        assert f"micro-batch {number} of 4 {number - 1} of 4 added 0 updates" in shown
-    assert shown[-1].endswith("4 of 4 added 0 updates")
-
-
-def steps_of(loop: Locator) -> list[tuple[str, str, str]]:
-    """Go on until all four micro-batches are added; return line, phase and counters of each moment."""
-    counts, line = loop.locator(".counts"), loop.locator(".code [aria-current=step]")
-    seen = []
-    while "4 of 4 added" not in counts.inner_text():
-        loop.get_by_role("button", name="Next").click()
-        text = " ".join(counts.inner_text().split())
-        seen.append((line.get_attribute("data-line") or "", phase_of(loop), text))
-    return seen
-
-
-def builds_up_gradients(loop: Locator) -> None:
-    """Each accumulation adds the micro-batch's gradient to the sum, until it fills the outline of the final sum."""
-    strips, position = loop.locator(".strips svg"), slider(loop, "Moment of the run")
-    position.fill("0")
-    previous = [0.0] * 42
-    added = 0
-    while added < 4:
-        loop.get_by_role("button", name="Next").click()
-        if phase_of(loop) != "accumulate":
-            continue
-        added += 1
-        total = heights(strips.nth(1).locator(".gradient"))
-        assert sum(map(abs, total)) > 0
-        assert total != previous
-        previous = total
-    assert len(previous) > 35  # without bars that round to nothing
-    assert previous == pytest.approx(heights(strips.nth(1).locator(".goal")), abs=0.21)
-
-
-def heights(path: Locator) -> list[float]:
-    """Return the heights of the bars of a strip."""
-    found: list[float] = path.evaluate(BARS)
-    return found
-
-
-def steps_once(loop: Locator) -> None:
-    """After the fourth micro-batch the weights move, and before it they do not."""
-    weights = loop.locator(".strips svg.weights .gradient")
-    slider(loop, "Moment of the run").fill("0")
-    before = weights.get_attribute("d")
-    steps_of(loop)
-    assert weights.get_attribute("d") == before
-    while phase_of(loop) != "update":
-        loop.get_by_role("button", name="Next").click()
-    expect(loop.locator(".counts")).to_have_text(f"{READY} 4 of 4 added 1 update", use_inner_text=True)
-    assert weights.get_attribute("d") != before
-    assert loop.locator(".strips svg.weights .goal").get_attribute("d") == before
-
-
-def lights_up(loop: Locator) -> None:
-    """The code has the loop, and each line of a micro-batch is marked with its phase, its caption and its picture."""
-    expect(loop.locator(".code")).to_contain_text("loss = loss / accumulation_steps")
-    slider(loop, "Moment of the run").fill("0")
-    window = [("19", "forward"), ("20", "forward"), ("21", "forward"), ("22", "backward"), ("22", "accumulate")]
-    seen = [(line, phase) for line, phase, _ in steps_of(loop)]
-    assert [one for one in seen if one[1]] == window * 4
-    assert {one for one in seen if not one[1]} == {("17", ""), ("18", ""), ("24", "")}
-
-
-def draws_each_line(loop: Locator) -> None:
-    """Lines 19, 20 and 21 have three captions; the forward and the backward are drawn in the network."""
-    position, does = slider(loop, "Moment of the run"), loop.locator(".does")
-    position.fill("0")
-    said = {}
-    while phase_of(loop) != "accumulate":
-        loop.get_by_role("button", name="Next").click()
-        line = loop.locator(".code [aria-current=step]").get_attribute("data-line") or ""
-        said[line, phase_of(loop)] = does.inner_text()
-        if phase_of(loop) in ("forward", "backward"):
-            expect(loop.locator(f".links.{phase_of(loop)}")).to_have_count(1)
-            expect(loop.locator(".apart")).to_have_count(1)
-    assert len({said[line, "forward"] for line in ("19", "20", "21")}) == 3
-    assert "divided by the 4" in said["21", "forward"]
-
-
-def begins_ready(loop: Locator) -> None:
-    """The first line is marked, the phase is ready, and nothing has run."""
-    slider(loop, "Moment of the run").fill("0")
-    assert phase_of(loop) == "ready"
-    expect(loop.locator(".does")).to_have_text("Nothing has run yet.")
-    expect(loop.locator(".code [aria-current=step]")).to_contain_text("accumulation_steps = 4")
-
-
 # Why the sum is exact
 
 
@@ -465,11 +350,12 @@ def readout(playground: Locator, name: str) -> Locator:
 
 
 def runs_in_real_time(playground: Locator) -> None:
-    """While it plays, the gradient fills, steps are counted, and the curve grows from step to step."""
+    """While it plays, the gradient fills visibly, steps are counted, and the curve grows from step to step."""
     steps = readout(playground, "optimizer steps")
-    seen = playground.evaluate(FILLED)
-    assert [text for text, _ in seen] == [f"{number} of 4 micro-batches" for number in range(1, 5)]
+    seen, milliseconds = playground.evaluate(FILLED)
+    assert [number for number, _ in seen] == ["1", "2", "3", "4"]
     assert len({bars for _, bars in seen}) == 4
+    assert milliseconds > 600  # three micro-batches of 0.3 s, and no flicker
     expect(steps).to_have_text(re.compile(r"^[1-9]"))
     early, curve = steps.inner_text(), playground.locator("svg path.curve.s0").last
     drawn = curve.get_attribute("d") or ""
@@ -498,4 +384,6 @@ def shows_the_effect_of_steps(playground: Locator) -> None:
     after = state()
     assert int(after[0].replace(",", "")) > int(before[0])
     assert after[2] != before[2]
+    small, large = (number_in(memory, r"([\d.]+) MiB") for _, memory, _ in (before, after))
+    assert large == pytest.approx(small, rel=0.1)
     expect(playground.get_by_text("pin 1: digits 16 \u00d7 4").first).to_be_visible()

@@ -10,12 +10,8 @@ from playwright.sync_api import Browser, Locator, Page
 from guide.tests.browser.chromium import DESKTOP, bring_to_life, come_to, opened
 from guide.tests.browser.element_checks import (
     adds_up,
-    begins_ready,
-    builds_up_gradients,
     compares_memory,
-    counts_micro_batches,
     derives,
-    draws_each_line,
     ends_with_out_of_memory,
     grows_with_each_sample,
     has_both_sliders,
@@ -24,21 +20,27 @@ from guide.tests.browser.element_checks import (
     is_titled,
     keeps_a_fixed_part,
     leads_on,
-    lights_up,
     moves_the_effective_batch,
     multiplies,
     names_the_field,
     opens_at_16_times_4,
     plays_on_sight,
-    plays_the_loop,
     promises,
     runs_in_real_time,
     shows_the_effect_of_steps,
-    steps_once,
     trades,
     updates_once,
     verdict,
     works_through_a_split,
+)
+from guide.tests.browser.loop_checks import (
+    begins_ready,
+    builds_up_gradients,
+    counts_micro_batches,
+    draws_each_line,
+    lights_up,
+    plays_the_loop,
+    steps_once,
 )
 from tests.architecture.source_tree import ROOT
 
@@ -187,7 +189,7 @@ ELEMENTS = (
     Element(
         "each line has its visual action",
         "loop",
-        "Each line has a caption of its own; forward and backward flow through the drawn network.",
+        "Each line has its caption and changes the drawing; forward and backward flow through the drawn network.",
         draws_each_line,
     ),
     Element(
@@ -272,13 +274,13 @@ ELEMENTS = (
     Element(
         "playground: watch it run in real time",
         "playground",
-        "While it plays, the gradient fills in the first steps, and the curve grows until the loss is below 1.",
+        "While it plays, the gradient visibly fills in the first steps, and the curve grows until the loss is below 1.",
         runs_in_real_time,
     ),
     Element(
         "playground: effect of the steps",
         "playground",
-        "More accumulation steps change effective batch, memory and loss; a pinned run stays for comparison.",
+        "More accumulation steps change effective batch and loss, and hardly the memory; a pinned run stays.",
         shows_the_effect_of_steps,
     ),
 )

@@ -14,6 +14,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from anybatch_guide.playground import PlaygroundSetting, run
 from guide.tests.browser.chromium import DESKTOP, ORPHANS, Watched, come_to, opened
+from guide.tests.browser.element_checks import runs_in_real_time
 from guide.tests.served import Served
 from tests.extras import skip_without
 
@@ -22,6 +23,20 @@ PATIENCE = 180_000.0  # milliseconds
 BRIGHT = """canvas => canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data
     .filter((level, at) => at % 4 === 0 && level > 100).length"""
 """Number of bright pixels in a picture."""
+PAUSED = """async part => {
+    const press = name => [...part.querySelectorAll('button')].find(one => one.textContent === name).click();
+    await new Promise(done => {
+        const watch = new MutationObserver(() => {
+            if (!part.querySelector('.seen .who').textContent.startsWith('micro-batch 2 of 4')) return;
+            watch.disconnect();
+            done();
+        });
+        watch.observe(part.querySelector('.seen'), {subtree: true, childList: true, characterData: true});
+        press('Train');
+    });
+    press('Pause');
+}"""
+"""Trains, and pauses at the second micro-batch."""
 
 skip_without("sklearn", "anybatch[guide]")
 
@@ -132,6 +147,28 @@ def test_gradients_fill_in_every_run(guide: Watched) -> None:
     tops = "path => path.getAttribute('d').match(/v-?[\\d.]+/g).map(bar => Number(bar.slice(1)))"
     filled, outline = (part.locator(f".seen path.{name}").evaluate(tops) for name in ("gradient", "goal"))
     assert filled == pytest.approx(outline, abs=0.21)
+
+
+def test_the_first_steps_are_held(guide: Watched) -> None:
+    """The page shows each micro-batch of the first steps for a while, as a replay does."""
+    runs_in_real_time(playground(guide.page, PlaygroundSetting()))
+
+
+def test_pause_and_stop_in_the_first_steps(guide: Watched) -> None:
+    """Pause holds the display at its micro-batch, and single micro-batches follow it; Stop shows all computed steps."""
+    part = playground(guide.page, PlaygroundSetting(steps=400, seed=9))
+    where, who = part.locator(".where"), part.locator(".seen .who")
+    part.evaluate(PAUSED)
+    expect(where).to_have_text("step 1, micro-batch 2 of 4, paused")
+    expect(steps(part)).to_have_text("0")
+    button(part, "Run one micro-batch").click()
+    expect(who).to_have_text("micro-batch 3 of 4: 16 samples")
+    button(part, "Resume").click()
+    expect(steps(part)).to_have_text(re.compile(r"[1-9]"))
+    button(part, "Stop").click()
+    expect(button(part, "Train")).to_be_enabled()
+    expect(part.locator(".which")).to_contain_text("(stopped)")
+    assert 0 < int(steps(part).inner_text()) < 400
 
 
 def test_a_preset_trains_in_one_click(guide: Watched) -> None:

@@ -12,7 +12,7 @@ const moments = momentsOf(trace, first, last);
 
 test("a line is one phase, and a backward is two", () => {
   expect(["        outputs = model(inputs)", "loss = loss / accumulation_steps", "loss.backward()", "optimizer.step()", "optimizer.zero_grad()", "for i in loader:"].map(phaseOf)).toEqual([
-    ...["forward", "forward", "backward", "update", "clear", ""],
+    ...["forward", "forward", "backward", "update", "clear", "take"],
   ]);
   const phases = moments.map(({ phase }) => phase);
   expect(phases.filter((phase) => phase === "backward")).toHaveLength(8);
@@ -52,7 +52,7 @@ test("it begins ready, with nothing added, and knows which micro-batch runs", ()
   const running = moments.filter(({ running }) => running).map(({ running }) => running);
   expect([...new Set(running.slice(0, running.length / 2))]).toEqual([1, 2, 3, 4]);
   for (const { phase, running, added } of moments) {
-    if (phase === "forward" || phase === "backward") expect(running).toBe(added + 1);
+    if (phase === "take" || phase === "forward" || phase === "backward") expect(running).toBe(added + 1);
     else expect(running).toBe(phase === "accumulate" ? added : 0);
   }
 });
@@ -64,4 +64,9 @@ test("the loss belongs to the micro-batch that runs, divided by four after its l
     expect(network).toBeNull();
     expect(divided).toBeCloseTo((mean ?? Number.NaN) / 4, 5);
   }
+});
+
+test("the head of the loop takes each micro-batch, and ends after the last", () => {
+  const heads = moments.filter(({ phase }) => phase === "take" || phase === "end").map(({ phase, running }) => [phase, running]);
+  expect(heads).toEqual([...[1, 2, 3, 4, 1, 2, 3, 4].map((number) => ["take", number]), ["end", 0]]);
 });

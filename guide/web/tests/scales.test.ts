@@ -3,7 +3,7 @@ import { describe, expect, test } from "vitest";
 import { nearestAt, path, positions, spread } from "../src/math/curves";
 import { accumulationSteps, units } from "../src/math/cuts";
 import { stacked } from "../src/math/bars";
-import { formatBytes, formatNumber, formatTick } from "../src/math/format";
+import { formatBytes, formatNumber, formatTick, singular } from "../src/math/format";
 import { withoutOverlap, labelPosition, extent, logTicks, scale, ticks } from "../src/math/scales";
 
 describe("places", () => {
@@ -118,4 +118,8 @@ describe("splits", () => {
     expect(parts.map((part) => part.name)).toEqual(["weights", "activations"]);
     expect(parts.map((part) => part.from)).toEqual([0, 50]);
   });
+});
+
+test("a unit after the number 1 loses its s only if it is a word", () => {
+  expect(["samples", "tokens", "Gbit/s", "GiB", "ms", "%"].map(singular)).toEqual(["sample", "token", "Gbit/s", "GiB", "ms", "%"]);
 });

@@ -59,3 +59,8 @@ function trimmed(text: string): string {
 function minus(text: string): string {
   return text.replace("-", "−");
 }
+
+/** A unit after the number 1: sample for samples; symbols such as Gbit/s stay. */
+export function singular(unit: string): string {
+  return unit.replace(/(?<=[a-z]{3})s$/, "");
+}

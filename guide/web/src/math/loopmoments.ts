@@ -1,7 +1,7 @@
 /** A traced run of the usual loop, moment by moment: the phase of a line, the gradient and the weights. */
 import type { Trace } from "./trace";
 
-export type Phase = "ready" | "forward" | "backward" | "accumulate" | "update" | "clear" | "";
+export type Phase = "ready" | "take" | "forward" | "backward" | "accumulate" | "update" | "clear" | "end" | "";
 
 export interface VectorTrace extends Trace {
   vectors: Record<"weights" | "gradients", [number, number[] | null][]>;
@@ -12,7 +12,7 @@ export interface Moment {
   phase: Phase;
   /** Number of micro-batches in the gradient, and of updates. */
   added: number;
-  /** Number of the micro-batch that runs, from 1; 0 if none runs. */
+  /** Number of the micro-batch that is taken or runs, from 1; 0 for none. */
   running: number;
   /** The loss of this micro-batch, once it is computed. */
   loss: number | null;
@@ -25,11 +25,12 @@ export interface Moment {
   before: number[] | null;
 }
 
-/** Phase of a line of the program. */
+/** Phase of a line of the program; the head of the loop takes a micro-batch, or ends the loop. */
 export function phaseOf(text: string): Phase {
   if (text.includes(".backward(")) return "backward";
   if (text.includes("optimizer.step(")) return "update";
   if (text.includes("zero_grad(")) return "clear";
+  if (text.includes("for ")) return "take";
   if (text.includes("model(inputs") || /\bloss\s*=/.test(text)) return "forward";
   return "";
 }
@@ -52,7 +53,9 @@ export function momentsOf(trace: VectorTrace, first: number, last: number): Mome
   const { weights, gradients } = trace.vectors;
   return trace.lines.flatMap((line, index): Moment[] => {
     if (line < first || line > last) return [];
-    const phase = line === first ? "ready" : phaseOf(text[line - 1] ?? "");
+    const written = line === first ? "ready" : phaseOf(text[line - 1] ?? "");
+    const next = phaseOf(text[(trace.lines[index + 1] ?? 0) - 1] ?? "");
+    const phase = written === "take" && next !== "forward" ? "end" : written;
     const [gradient, earlier] = [atLine(gradients, index), atLine(gradients, index - 1)];
     const moved = phase === "update" ? atLine(weights, index - 1) : null;
     const added = gradient === null ? 0 : (atLine(trace.values["micro_batches"] ?? [], phase === "update" ? index - 1 : index) ?? 0);
@@ -61,7 +64,7 @@ export function momentsOf(trace: VectorTrace, first: number, last: number): Mome
       line,
       phase,
       added,
-      running: phase === "forward" ? added + 1 : phase === "backward" ? added : 0,
+      running: phase === "take" || phase === "forward" ? added + 1 : phase === "backward" ? added : 0,
       loss: runs ? lossAt(trace, text, index) : null,
       updates: atLine(trace.values["updates"] ?? [], index) ?? 0,
       own: null,

@@ -1,14 +1,15 @@
 /** The state of the playground: the setting of the controls, the run on the stage, and pinned runs. */
 import { parse, read, write } from "../../data/address";
 import { announce } from "../../data/announce.svelte";
-import { command, guide, onLines, onResult, start } from "../../data/guide.svelte";
+import { cancel, command, guide, onLines, onResult, start } from "../../data/guide.svelte";
+import { Pace } from "../../data/pace";
 import { storePins, storedPins, type PinnedRun } from "../../data/pins";
 import { fetchRecording, recording } from "../../data/recordings";
 import {
   addressShape, effective, emptyRun, fromAddress, liveStrip, nearest, nameOf, predictedPeak, presetSetting, recordedStrip, refusal, replayedAt, RunBuilder, sameSetting, TASKS, toAddress, upTo, withTask,
   type GradientStrip, type Grid, type Opening, type Preset, type Run,
 } from "../../data/runs";
-import type { From, Made, Setting } from "../../data/types";
+import type { From, Line, Made, Recording, Setting } from "../../data/types";
 
 export const MAX_PINNED = 4;
 
@@ -34,14 +35,25 @@ export class Session {
   tick = $state(0);
   /** The run that ended last. */
   #ended = $state.raw<RunBuilder | null>(null);
-  /** Id of the run that this page started. */
-  #started = "";
+  /** Id of the run that this page started; null while it starts. */
+  #started: string | null = "";
+  /** Lines of the current run that are held back, and the result that follows them. */
+  #pace: Pace | null = null;
+  #result: Recording | null = null;
+  /** Whether lines are held back, and whether the reader paused the display there. */
+  holding = $state(false);
+  frozen = $state(false);
+  /** Id of the run that is or was held back. */
+  #paced = "";
   #frame = 0;
+  #following = 0;
 
   readonly live = $derived(guide.mode === "live");
   readonly why = $derived(refusal(this.setting, this.opening));
   readonly link = $derived(write("playground", toAddress(this.setting)));
-  readonly isRunning = $derived(this.liveRun !== null && guide.status.run === this.liveRun.id);
+  readonly #isEngineRunning = $derived(this.liveRun !== null && guide.status.run === this.liveRun.id);
+  readonly isRunning = $derived(this.#isEngineRunning || this.holding);
+  readonly isPaused = $derived(this.frozen || (this.#isEngineRunning && guide.status.paused));
   readonly isDone = $derived(this.liveRun === null && this.replayed === null);
   readonly canTrain = $derived(guide.ready && this.why === null && (!this.live || guide.status.worker === "idle"));
   readonly recordedRuns: PinnedRun[] = $derived([
@@ -141,8 +153,10 @@ export class Session {
 
   async train(paused = false): Promise<string | null> {
     if (!this.live) return this.#replay();
+    this.#release();
+    this.#started = null;
     const id = await start({ kind: "playground", setting: { ...this.setting }, paused });
-    this.#started = id ?? this.#started;
+    this.#started = id ?? "";
     // A short run may have started, and even ended, before the response arrives.
     if (id !== null && id !== this.#ended?.id && this.liveRun?.id !== id) this.liveRun = new RunBuilder(id, { ...this.setting });
     return id;
@@ -171,7 +185,60 @@ export class Session {
       this.walked = (this.walked % this.opening.first_micro_batches.length) + 1;
       return;
     }
+    if (this.holding && this.#pace) {
+      this.frozen = true;
+      if (this.#isEngineRunning && !guide.status.paused) void command("pause");
+      this.#show(this.#pace.one(performance.now()));
+      return;
+    }
     await command("micro", this.isRunning ? guide.status.run : await this.train(true));
+  }
+
+  /** Pause or resume the engine, and the display of lines that are held back. */
+  togglePause(): void {
+    const word = this.isPaused ? "resume" : "pause";
+    this.frozen = word === "pause" && this.holding;
+    if (this.#isEngineRunning) void command(word);
+  }
+
+  /** Stop the engine, and show everything that it has computed. */
+  stop(): void {
+    if (this.#isEngineRunning) void cancel();
+    this.#release();
+  }
+
+  /** Show all lines that are held back, and hold back no more of this run. */
+  #release(): void {
+    const lines = this.#pace?.all() ?? [];
+    this.#show(lines);
+    this.#pace = null;
+  }
+
+  /** Show lines of the current run; after the last one that was held back, show the result. */
+  #show(lines: readonly Line[]): void {
+    this.liveRun?.take(lines);
+    this.holding = this.#pace !== null && !this.#pace.isEmpty;
+    this.frozen &&= this.holding;
+    this.#draw();
+    if (!this.holding && this.#result) this.#finish(this.#result);
+  }
+
+  /** Release lines, frame by frame. */
+  #follow = (now: number): void => {
+    if (!this.holding || !this.#pace) return;
+    const lines = this.frozen ? [] : this.#pace.take(now);
+    if (lines.length) this.#show(lines);
+    this.#following = this.holding ? requestAnimationFrame(this.#follow) : 0;
+  };
+
+  #finish({ made }: Recording): void {
+    this.#result = null;
+    this.#pace = null;
+    if (!this.liveRun) return;
+    this.#ended = this.liveRun;
+    this.liveRun.made = made;
+    this.held = { run: this.liveRun.run, from: fromNow(made) };
+    this.liveRun = null;
   }
 
   pin(): void {
@@ -204,19 +271,28 @@ export class Session {
         if (this.liveRun?.id !== id) {
           const started = guide.status.run === id && guide.status.kind === "playground" ? guide.status.setting : undefined;
           if (!started) return;
+          this.#release();
           this.liveRun = new RunBuilder(id, started);
           // A run of another tab, or of this one before a reload: the controls follow it.
-          if (id !== this.#started) this.setting = { ...started };
+          if (this.#started !== null && id !== this.#started) this.setting = { ...started };
         }
-        this.liveRun.take(lines);
-        this.#draw();
+        if (this.#paced !== id && (this.#started === null || this.#started === id)) {
+          this.#paced = id;
+          this.#pace = matchMedia("(prefers-reduced-motion: reduce)").matches ? null : new Pace();
+        }
+        if (!this.#pace) return this.#show(lines);
+        this.#pace.add(lines);
+        if (this.holding) return;
+        // Single micro-batches are shown when they are asked for.
+        this.#show(guide.status.paused ? this.#pace.all() : this.#pace.take(performance.now()));
+        if (!this.holding) return;
+        cancelAnimationFrame(this.#following);
+        this.#following = requestAnimationFrame(this.#follow);
       }),
       onResult((result) => {
         if (result.name !== "playground" || !this.liveRun) return;
-        this.#ended = this.liveRun;
-        this.liveRun.made = result.made;
-        this.held = { run: this.liveRun.run, from: fromNow(result.made) };
-        this.liveRun = null;
+        if (this.holding) this.#result = result;
+        else this.#finish(result);
       }),
     ];
     window.addEventListener("hashchange", this.#arrive);
@@ -224,6 +300,7 @@ export class Session {
     return () => {
       for (const stop of stops) stop();
       cancelAnimationFrame(this.#frame);
+      cancelAnimationFrame(this.#following);
       window.removeEventListener("hashchange", this.#arrive);
     };
   }
