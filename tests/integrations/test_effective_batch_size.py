@@ -300,3 +300,44 @@ def test_refusals(tmp_path: Path) -> None:
     with raises(DataError, "no_step"):
         trained(run, 30)
     assert not run.steps
+
+
+@pytest.fixture
+def without_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tqdm start no thread for the progress bar of a saved model."""
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_monitor")
+def test_resuming_with_other_steps_is_refused(tmp_path: Path) -> None:
+    """A checkpoint within an epoch of other steps is refused, or samples would be lost; at its end, any size works."""
+
+    def run(size: int | None, **options: Any) -> Run:
+        made = Run(HEADS["BERT, classes"], tmp_path, save_strategy="steps", save_steps=1, num_train_epochs=2, **options)
+        if size is not None:
+            ab.exact(made.trainer, effective_batch_size=size)
+        return made
+
+    run(10).trainer.train()  # 3 steps in an epoch
+    for size in (15, 29):
+        with raises(UserError, "other_effective_batches"):
+            run(size).trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    resumed = run(10)
+    resumed.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.trainer.state.global_step == 6
+    other = run(12)  # 3 steps too
+    other.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert other.trainer.state.global_step == 6
+    assert set(other.seen) == set(range(NUM_SAMPLES))
+
+
+@pytest.mark.usefixtures("without_monitor")
+def test_resuming_from_the_trainer_alone_is_refused(tmp_path: Path) -> None:
+    """The trainer alone has another order of samples."""
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+    Run(HEADS["BERT, classes"], tmp_path, **options).trainer.train()
+    run = Run(HEADS["BERT, classes"], tmp_path, **options)
+
+    with raises(UserError, "other_effective_batches"):
+        trained(run, resume_from_checkpoint=str(tmp_path / "checkpoint-1"))

@@ -312,8 +312,9 @@ def test_refusals(head: Head, options: dict[str, Any], error: type[UserError], c
 
 def test_other_objects_and_second_calls(tmp_path: Path) -> None:
     """A trainer of another library, and a trainer that is exact already, are refused."""
-    with raises(UserError, "unsupported_trainer"):
-        ab.exact(nn.Linear(1, 1))
+    for other in (nn.Linear(1, 1), HEADS["Llama"].model()):
+        with raises(UserError, "unsupported_trainer"):
+            ab.exact(other)
     trainer = ab.exact(Run(HEADS["Llama"], tmp_path).trainer)
     with raises(UserError, "already_exact"):
         ab.exact(trainer)

@@ -140,7 +140,7 @@ def _same(one: Any, other: Any) -> bool:  # noqa: ANN401
 
 def check_trainer(trainer: Any, *, losses_in_float64: bool = False) -> CheckReport:  # noqa: ANN401
     """Return the report on a transformers trainer; `losses_in_float64`: `Tensor.float()` returns float64 meanwhile."""
-    if not any(kind.__module__.startswith("transformers.") for kind in type(trainer).__mro__):
+    if not any(kind.__module__ == "transformers.trainer" for kind in type(trainer).__mro__):
         message = f"give ab.check a model, a loss and a batch, or a transformers Trainer, not {type(trainer).__name__}."
         raise UserError(message, code="unsupported_trainer")
     if trainer.args.world_size > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:

@@ -70,7 +70,7 @@ def exact(
     """
     if trainer is None:
         return _lightning_callback(effective_batch_size, count)
-    if any(kind.__module__.startswith("transformers.") for kind in type(trainer).__mro__):
+    if any(kind.__module__ == "transformers.trainer" for kind in type(trainer).__mro__):
         from anybatch.integrations.transformers import make_exact  # noqa: PLC0415 (imported only when used)
 
         make_exact(trainer, count, effective_batch_size)

@@ -45,7 +45,7 @@ class Reduction:
     """How a loss combines its items."""
 
     divides: bool  # a sum over items by the given divisor, which it ignores otherwise
-    items: str  # "samples", "tokens", "shifted tokens" or "counted by count="; "sum" if nothing is averaged
+    items: str  # "samples", "tokens", "shifted tokens" or "items counted by count="; "sum" if nothing is averaged
     factor: float = 1.0  # by which the trainer multiplies a loss that divides: the number of ranks, or 1
 
     def __str__(self) -> str:

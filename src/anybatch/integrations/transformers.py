@@ -25,7 +25,7 @@ from anybatch.core.splitting import SplitOptions, plan_batch
 from anybatch.core.tree import map_tensors, tensors_of
 from anybatch.data.loading import UnitKey
 from anybatch.engine.evaluation import evaluation_mode
-from anybatch.errors import BatchSizeError, DataError, LossError
+from anybatch.errors import BatchSizeError, DataError, LossError, UserError
 from anybatch.integrations.divisor import findings_of_ranks, num_items, total_items, weighted_mean
 from anybatch.integrations.effective_batches import Share, ShareLoader, World, itself, share_loader
 from anybatch.integrations.host_step import (
@@ -50,6 +50,7 @@ from anybatch.integrations.probe import (
 
 MIN_SAMPLES = 5
 ALONE = "Without ab.exact the"
+STATE = "anybatch"  # key of the trainer's state
 QA_POSITIONS = ("start_positions", "end_positions")
 
 
@@ -196,7 +197,7 @@ class _ExactLoss:
             if self._is_count_given:
                 factor = trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1
                 is_divided = divides(loss, rows)
-                return Reduction(is_divided, "counted by count=", float(factor if is_divided else 1))
+                return Reduction(is_divided, "items counted by count=", float(factor if is_divided else 1))
             num_classes = getattr(getattr(module, "config", None), "num_labels", 2)
             return find_reduction(loss, rows, self._labels, num_classes, collated, module=module)
 
@@ -209,6 +210,8 @@ class _ExactLoss:
             times = float(total) / float(host_count) if host_count else 1.0
             same = "The trainer divides by the same number."
             return f"{found} {same if times == 1 else f'{ALONE} gradient would have been {times:.4g} times as large.'}"
+        if num_micro_batches == 1 and trainer.accelerator.num_processes == 1:
+            return f"{found} {ALONE} gradient would have been the same."
         is_undivided = (trainer.model_accepts_loss_kwargs and host_count is not None) or trainer.compute_loss_func
         if is_undivided:
             return f"{found} {ALONE} gradient would have been {num_micro_batches} times as large, a sum of means."
@@ -235,6 +238,9 @@ class _EffectiveBatches(_ExactLoss):
         self._world = World(args.process_index, args.world_size)
         self._shares: Any = None  # the data set of the loader, once there is one
         self._host_step: HostStep | None = None
+        callback = import_module("transformers").TrainerCallback
+        check = {"on_train_begin": lambda *_, **__: self._check_resumed()}
+        trainer.add_callback(type("ResumeCheck", (callback,), check))
 
     def get_total_train_batch_size(self, _: Any) -> int:
         """Return the effective batch size."""
@@ -249,10 +255,12 @@ class _EffectiveBatches(_ExactLoss):
         if not len(loader):
             message = (
                 f"no step: the data set has {len(loader.dataset)} samples, fewer than the effective batch size of "  # type: ignore[arg-type]
-                f"{self._size}, and dataloader_drop_last=True. Set dataloader_drop_last=False."
+                f"{self._size}, and the loader drops it (drop_last=True). Set drop_last=False."
             )
             raise DataError(message, code="no_step")
         self._shares = loader.dataset
+        steps = {"effective_batch_size": self._size, "num_samples": len(self._shares), "seed": seed}
+        self._check_resumed = partial(_check_resumed, self._trainer, steps, len(loader))
         return loader
 
     def get_batch_samples(
@@ -335,6 +343,25 @@ class _EffectiveBatches(_ExactLoss):
                 yield
         finally:
             self._weight = 1.0
+
+
+def _check_resumed(trainer: Any, steps: dict[str, int], steps_per_epoch: int) -> None:
+    """Refuse to resume within an epoch whose steps had other samples; store what decides the samples of a step.
+
+    The trainer saves its state, with `stateful_callbacks`, in checkpoints. It skips steps by their number alone.
+    """
+    state, args = trainer.state, trainer.args
+    saved, is_resumed = state.stateful_callbacks.get(STATE), bool(state.global_step) and not args.ignore_data_skip
+    # At the end of an epoch all samples are used; its number follows from that of the steps.
+    is_between = float(state.epoch or 0).is_integer() and state.global_step == (state.epoch or 0) * steps_per_epoch
+    if is_resumed and saved != steps and not is_between:
+        message = (
+            f"the checkpoint of step {state.global_step} has steps with {saved or 'its own batches'}, but this run "
+            f"has {steps}: samples would be skipped or repeated. Resume with the same numbers, or start a new run from "
+            "the weights of the checkpoint."
+        )
+        raise UserError(message, code="other_effective_batches")
+    state.stateful_callbacks[STATE] = steps
 
 
 @contextmanager
