@@ -22,7 +22,7 @@ MAX_SIZES = {
     "events": (1_650, 10),
     "checkpoints": (1_480, 6),
     "norms": (1_150, 5),
-    "integrations": (2_342, 9),
+    "integrations": (2_349, 9),
     "testing": (1_050, 7),
     "memory": (840, 5),
     ".": (700, 12),

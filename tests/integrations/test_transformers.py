@@ -17,7 +17,7 @@ from anybatch.errors import LossError, UserError
 from anybatch.testing import run_ranks
 from tests.integrations.heads import HEADS, Head, Sample, classified, collate, hf, question
 from tests.integrations.trainer_runs import Gradients, Run, join_ranks
-from tests.raising import raises
+from tests.raising import raises, warns
 
 pytest.importorskip("accelerate", reason="needs the extra anybatch[transformers]")
 
@@ -318,6 +318,47 @@ def test_other_objects_and_second_calls(tmp_path: Path) -> None:
     trainer = ab.exact(Run(HEADS["Llama"], tmp_path).trainer)
     with raises(UserError, "already_exact"):
         ab.exact(trainer)
+
+
+class Segmenter(nn.Module):
+    """A model that assigns a class to every pixel; pixels of class 255 do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 5, 1)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
+        """Return the mean over pixels."""
+        return {"loss": nn.functional.cross_entropy(self.layer(pixel_values), labels, ignore_index=255)}
+
+
+def segmented(generator: torch.Generator, length: int) -> Sample:
+    """Return an image and the classes of its pixels."""
+    labels = torch.randint(0, 5, (16, 16), generator=generator)
+    labels[: length % 16] = 255
+    return {**HEADS["ViT"].sample(generator, length), "labels": labels}
+
+
+def num_pixels(batch: Any) -> torch.Tensor:
+    """Return the number of pixels that count."""
+    return (batch["labels"] != 255).sum()  # type: ignore[no-any-return]
+
+
+class Normalized(Segmenter):
+    """A model that also normalizes by the statistics of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 5, 1))  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("options", [{}, {"effective_batch_size": 13}], ids=str)
+def test_batch_norm_warns(options: dict[str, Any], tmp_path: Path) -> None:
+    """BatchNorm, whose statistics are those of a micro-batch, raises a warning."""
+    run = Run(Head(Normalized, segmented), tmp_path)
+
+    with warns("batch_norm_by_micro_batch"):
+        ab.exact(run.trainer, count=num_pixels, **options).train()
 
 
 class OwnLoss(hf.Trainer):  # type: ignore[misc]

@@ -31,6 +31,17 @@ class OtherRankFailedError(Exception):
     """Another rank ran out of memory; raised inside a micro-batch, to leave it."""
 
 
+def warn_batch_norms(model: nn.Module) -> None:
+    """Warn if BatchNorm layers use the statistics of each micro-batch."""
+    training = [name for name, layer in batch_norms(model).items() if layer.training]
+    if training:
+        message = (
+            f"{len(training)} BatchNorm layers (first {training[0]!r}) use the statistics of each micro-batch, "
+            "not of the effective batch. Use GroupNorm, or ab.Engine(norms='exact') in a loop of your own."
+        )
+        warn_user(message, "batch_norm_by_micro_batch")
+
+
 class HostStep:
     """Runs the micro-batches of one effective batch after another.
 
@@ -57,13 +68,7 @@ class HostStep:
             index = torch.cuda.current_device() if device.index is None else device.index
             generators.append(torch.cuda.default_generators[index])
         self._state = StepState(BufferKeeper(model), generators)
-        training = [name for name, layer in batch_norms(model).items() if layer.training]
-        if training:
-            message = (
-                f"{len(training)} BatchNorm layers (first {training[0]!r}) use the statistics of each micro-batch, "
-                "not of the effective batch. Use GroupNorm, or ab.Engine(norms='exact') in a loop of your own."
-            )
-            warn_user(message, "batch_norm_by_micro_batch")
+        warn_batch_norms(model)
 
     def run(self, share: Share, shares: Shares, run: RunMicroBatch, undo: Callable[[], None]) -> Tensor:
         """Accumulate the gradient of an effective batch, reduced once over ranks, and return the sum of the losses.

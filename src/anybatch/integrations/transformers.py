@@ -36,6 +36,7 @@ from anybatch.integrations.host_step import (
     print_line,
     refuse,
     replaced,
+    warn_batch_norms,
 )
 from anybatch.integrations.probe import (
     MAX_ROWS,
@@ -128,6 +129,7 @@ class _ExactLoss:
         window, host_count = self.host["get_batch_samples"](epoch_iterator, num_batches, device)
         is_new = self._is_new
         if is_new:
+            warn_batch_norms(self._trainer.model.train())  # as `training_step` will
             self._find_reduction(window[0] if window else None)
         total = self._num_items([(batch, 1.0) for batch in window], device)
         if is_new:
