@@ -33,10 +33,11 @@ def test_recordings_are_fetched_near_their_part(browser: Browser, address: str) 
         page = watched.page
 
         assert fetched(watched) & set(PARTS.values()) == set()
-        # Text of undrawn elements is empty.
+        # Text of undrawn elements, and of closed folds, is empty.
         page.evaluate(
             "document.querySelectorAll('main section').forEach(one => one.style.contentVisibility = 'visible')"
         )
+        page.evaluate("document.getElementById('lengths').open = true")
         words = {part: said(page.locator(f"#{part}")) for part in PARTS}  # before any of them is near
         for part, recording in PARTS.items():
             own = page.locator(f"#{part}")
