@@ -37,6 +37,7 @@ def opened_mark(figure: Locator) -> Locator:
     mark.press("Enter")
     box = figure.locator("[popover]").first
     expect(box.get_by_role("button", name="Close")).to_be_visible()  # its content comes after the box
+    mark.evaluate("one => one.scrollIntoView({block: 'center', behavior: 'instant'})")  # other parts may have grown
     return box
 
 

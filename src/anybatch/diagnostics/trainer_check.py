@@ -8,6 +8,7 @@ import contextlib
 import copy
 import io
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -23,7 +24,7 @@ from anybatch.data.random_state import preserved_random_state
 from anybatch.diagnostics.check_report import TOLERANCES, CheckFinding, CheckReport, SplitResult, verdict_of
 from anybatch.diagnostics.loop_check.probe import LoopStopped
 from anybatch.engine.loss_check.fixed_draws import FixedDraws
-from anybatch.errors import UserError
+from anybatch.errors import AnyBatchWarning, UserError
 from anybatch.integrations import exact
 
 WEIGHT_TOLERANCE = 1e-3
@@ -179,9 +180,9 @@ def _check(trainer: Any, dtype: torch.dtype | None) -> CheckReport:  # noqa: ANN
 
 
 def _report(twin: _Twin) -> CheckReport:
-    """Let a copied trainer make its steps, and compare their gradients."""
+    """Let a copied trainer make its steps, with the same dropout in every split, and compare their gradients."""
     splits, findings, tolerance = [], dict[str, CheckFinding](), 0.0
-    with FixedDraws(constant=True):  # so that dropout does not depend on the split
+    with FixedDraws(constant=True), warnings.catch_warnings(action="ignore", category=AnyBatchWarning):
         twin.trainer.train()
         for number, step in enumerate(twin.steps, 1):
             unsplit, sizes = twin.unsplit_gradient(step), tuple(map(len, step.samples))
