@@ -245,7 +245,7 @@ def clipped(gradients: Gradients) -> Gradients:
 
 
 def error_of(host: Callable[[Setup], list[Step]], setup: Setup) -> float | str:
-    """Return the largest error of a step, or why there is none."""
+    """Return the largest error of a step, or the reason for its absence."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             steps = host(setup)

@@ -189,7 +189,7 @@ def main() -> None:
     ]
     for dist, of in zip(arguments.dist, runs, strict=True):
         sizes = [statistics.median(one[name] for one in of) / 1000 for name in KINDS]
-        cells = [dist.as_posix(), *(f"{size:.0f} kB" for size in (*sizes, sum(sizes)))]
+        cells = ["committed" if dist == DIST else dist.name, *(f"{size:.0f} kB" for size in (*sizes, sum(sizes)))]
         rows.append(f"| {' | '.join([*cells, spread('readable', of), spread('alive', of)])} |")
     if rates:
         rows += ["", f"Frames a second while a run streams: {', '.join(f'{rate:.0f}' for rate in rates)}."]

@@ -375,7 +375,7 @@ CASES = {
 
 
 def error_of(case: Case, options: dict[str, Any] | None) -> tuple[str, str]:
-    """Return what was found out about the loss, and the largest error of a step or the reason that there is none."""
+    """Return what was found out about the loss, and the largest error of a step or the reason for its absence."""
     printed = io.StringIO()
     with (
         tempfile.TemporaryDirectory() as folder,
