@@ -65,7 +65,7 @@ def test_wrong_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: 
 
 @pytest.mark.slow
 def test_tune_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    """The requested sizes are in the table, and one is recommended."""
+    """The requested sizes are in the table, and one is recommended, or the report says why none is."""
     words = f"{SPEC} --effective-batch-size 20 --micro-batch-size 5 --micro-batch-size 20"
     status = main(["tune", *words.split()])
 
@@ -75,7 +75,7 @@ def test_tune_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [line.split()[:2] for line in printed.splitlines() if line.strip()[:1].isdigit()]
     assert ["5", "4"] in rows
     assert ["20", "1"] in rows
-    assert "recommended: micro_batch_size=" in printed
+    assert "recommended: micro_batch_size=" in printed or "no recommendation: " in printed
 
 
 def scale(words: str) -> int:

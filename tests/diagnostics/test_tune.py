@@ -1,5 +1,8 @@
 """`tune` times whole steps at many sizes, and recommends the smallest of the fastest."""
 
+import itertools
+import math
+import random
 from typing import Any
 
 import pytest
@@ -7,8 +10,10 @@ import torch
 from torch import nn
 
 import anybatch as ab
+from anybatch.core.geometry import smallest_of_the_fastest
 from anybatch.diagnostics import TuneReport, tune
-from anybatch.diagnostics.tune import SizeResult, default_sizes
+from anybatch.diagnostics.step_times import Estimate
+from anybatch.diagnostics.tune import MAX_UNCLEAR, SizeResult, default_sizes, longer_than_fastest
 from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import BatchSizeError
 from tests.events.recorded_run import Clock
@@ -57,7 +62,7 @@ def tuned(clock: Clock, model: nn.Module, **options: Any) -> TuneReport:
         ab.batches(list(torch.ones(NUM_SAMPLES, 5)), effective_batch_size=NUM_SAMPLES),
         clock=clock,
         world=ab.World(),
-        **options,
+        **{"queued": lambda: 0.0} | options,
     )
 
 
@@ -79,7 +84,8 @@ def test_whole_steps() -> None:
 def test_sizes_alternate() -> None:
     """Each size warms up and is timed twice, largest first; later rounds are for close sizes, in alternating order.
 
-    One round always runs, and no other starts after the time limit.
+    Rounds end after eight if the fastest size is clear. One round always runs, and no other starts after the time
+    limit; one round of two close sizes gives no recommendation.
     """
     clock = Clock()
     model = Model(clock)
@@ -89,13 +95,14 @@ def test_sizes_alternate() -> None:
     assert model.sizes == [
         *(*whole, *twelve, *eight),
         *(*eight, *twelve, *whole),
-        *(*twelve, *eight, *eight, *twelve) * 2,
+        *(*twelve, *eight, *eight, *twelve) * 3,
         *([8] * 2 + [12] * 2 + [48]),  # memory
     ]
 
     model.sizes.clear()
-    tuned(clock, model, micro_batch_sizes=[24, 48], max_seconds=1.0)
+    report = tuned(clock, model, micro_batch_sizes=[24, 48], max_seconds=1.0)
     assert len(model.sizes) == (1 + 1) + (2 + 2) + (2 + 1)
+    assert (report.recommended, report.at_most) == (None, math.inf)
 
 
 def test_one_slow_round_does_not_decide() -> None:
@@ -112,6 +119,54 @@ def test_one_slow_round_does_not_decide() -> None:
     assert list(report.rates) == [8, 12, 24]
 
 
+class Disturbances(Clock):
+    """A clock that adds random delays: each reading is later by up to `scale` seconds, and sometimes by ten times."""
+
+    def __init__(self, seed: int, scale: float) -> None:
+        super().__init__()
+        self.draw, self.scale = random.Random(seed), scale
+
+    def __call__(self) -> float:
+        """Return a disturbed time."""
+        self.seconds += self.draw.random() * self.scale * (10.0 if self.draw.random() < 0.1 else 1.0)
+        return super().__call__()
+
+
+def rounds_of(seconds: dict[int, float], seed: int, scale: float, *, number: int = 14) -> dict[int, list[float]]:
+    """Return rounds of step times with log-normal noise, and a machine that changes its speed between rounds."""
+    draw = random.Random(seed)
+    speeds = [draw.choice((1.0, 2.0)) for _ in range(number)]
+    return {size: [each * speed * math.exp(draw.gauss(0, scale)) for speed in speeds] for size, each in seconds.items()}
+
+
+def test_noise_above_the_effect_gives_no_recommendation() -> None:
+    """In 50 draws with much noise, no size is recommended that is over 10% slower; with little noise, one always is."""
+    seconds = {8: 1.2, 16: 1.0, 32: 1.02}
+    decided = {0.5: 0, 0.02: 0}
+    for scale, seed in itertools.product(decided, range(50)):
+        longer, at_most = longer_than_fastest(rounds_of(seconds, seed, scale), list(seconds))
+        assert all(found.value >= 1.0 for found in longer.values())
+        if at_most <= MAX_UNCLEAR:
+            decided[scale] += 1
+            assert smallest_of_the_fastest({size: found.value for size, found in longer.items()}) in (16, 32)
+    assert decided[0.02] == 50
+    assert decided[0.5] < 5
+
+
+def test_a_busy_machine_gives_no_recommendation() -> None:
+    """A report of steps that waited for a core, or of disturbed times, marks no size and prints no share above 100%."""
+    clock = Clock()
+    report = tuned(clock, Model(clock), micro_batch_sizes=[12, 48], queued=lambda: clock.seconds / 3)
+    assert report.queued_share == pytest.approx(1 / 3)
+    assert report.recommended is None
+    assert "<-" not in str(report)
+
+    noisy = Disturbances(0, 3.0)
+    report = tuned(noisy, Model(noisy), micro_batch_sizes=[12, 16, 20])
+    assert report.recommended is None
+    assert max(report.rates.values()) == report.rates[report.best]
+
+
 def test_sizes_below_a_slow_one_are_not_tried() -> None:
     """Below a size whose step takes twice the shortest time, sizes are not tried, and the table notes it."""
     clock = Clock()
@@ -121,7 +176,7 @@ def test_sizes_below_a_slow_one_are_not_tried() -> None:
     assert list(report.rates) == [2, 12]
     assert report.rates[2] == pytest.approx(48 / (24 * 0.07 + 0.1))
     assert 1 not in model.sizes
-    assert "slower" in str(report).splitlines()[3]
+    assert "not measured" in str(report).splitlines()[3]
 
 
 @pytest.mark.slow
@@ -183,7 +238,13 @@ def test_training_steps_are_timed() -> None:
 def test_batch_norm_recommends_the_full_batch() -> None:
     """With BatchNorm the full batch is recommended, with the reason."""
     sizes = [
-        SizeResult(size=size, num_micro_batches=64 // size, samples_per_second=rate, peak_bytes=size)
+        SizeResult(
+            size=size,
+            num_micro_batches=64 // size,
+            samples_per_second=rate,
+            longer=Estimate(100 / rate, 1.0, 1.2),
+            peak_bytes=size,
+        )
         for size, rate in ((8, 90.0), (16, 98.0), (32, 100.0))
     ]
     report = TuneReport(num_samples=64, device="a device", sizes=tuple(sizes), num_batch_norms=2)

@@ -238,6 +238,72 @@ def test_the_parts_of_one_rank(size: int) -> None:
         time_one_rank(job, size, clock=lambda: now[0])
 
 
+class Timed:
+    """A job whose forwards and updates move a clock, with random delays up to `delay` seconds of each forward."""
+
+    def __init__(self, delay: float, *, seed: int = 0) -> None:
+        self.now, self.delay, self.draw = 0.0, delay, random.Random(seed)
+        self.model = nn.Linear(3, 2)
+
+    def workload(self, **options: Any) -> Workload:
+        """Return the workload: 10 ms and 2 ms for each sample, and 3 ms for the update."""
+        return time_one_rank(self._job, 32, clock=lambda: self.now, **{"queued": lambda: 0.0} | options)
+
+    def _loss(self, module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        self.now += 0.01 + 0.002 * len(batch) + self.delay * self.draw.random() ** 3
+        found: torch.Tensor = module(batch).square().mean()
+        return found
+
+    def _job(self, num_samples: int) -> Any:
+        timed = self
+
+        class SGD(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                timed.now += 0.003
+                return super().step(closure)
+
+        optimizer = SGD(self.model.parameters(), lr=0.1)
+        train = TrainSpec(model=self.model, optimizer=optimizer, loss=ab.mean_over_samples(self._loss))
+        return train, lambda _workers: ab.batches(torch.randn(num_samples, 3), effective_batch_size=num_samples)
+
+
+STRONG: dict[str, Any] = {"effective_batch_size": 4096, "accumulation_steps": None, "gradient_bytes": 10**6}
+NEAR = Cluster(link=Link(20e-6, 10e9))
+
+
+def test_noise_above_the_effect_gives_no_largest_world() -> None:
+    """A quiet measurement has one largest world; noise widens its interval; above a factor of four it is not reported.
+
+    Ten disturbed measurements either raise, or report no world, or have the quiet answer in their interval.
+    """
+    quiet = forecast(dataclasses.replace(Timed(0.0).workload(), **STRONG), NEAR)
+    assert not quiet.doubt
+    assert quiet.largest_interval == (quiet.largest_useful,) * 2
+    refused = 0
+    for seed in range(10):
+        try:
+            work = Timed(3.0, seed=seed).workload()
+        except PlanError:
+            refused += 1
+            continue
+        assert work.update_interval is not None
+        assert work.update_interval[0] <= 0.003 <= work.update_interval[1]
+        noisy = forecast(dataclasses.replace(work, **STRONG), NEAR)
+        low, high = (end or math.inf for end in noisy.largest_interval)
+        assert noisy.doubt or low <= (quiet.largest_useful or math.inf) <= high
+        refused += bool(noisy.doubt)
+    assert refused >= 5
+
+
+def test_other_programs_on_the_cores_give_no_largest_world() -> None:
+    """If the measured steps waited for a core, the report draws no conclusion, and says why."""
+    job = Timed(0.0)
+    report = forecast(job.workload(queued=lambda: job.now / 3), NEAR)
+    assert report.workload.queued_share == pytest.approx(1 / 3, rel=0.1)
+    assert report.doubt
+    assert report.doubt in str(report)
+
+
 def control_bytes_of_a_step(counts_need_data: bool) -> tuple[list[int], int]:
     """Run on every rank: return the bytes of each control message in the third step, and the parameters."""
     torch.manual_seed(0)

@@ -88,7 +88,5 @@ def make_parser() -> Parser:
 
 
 def first_batches(job: "MeasuredJob") -> "Iterable[EffectiveBatch]":
-    """Return the effective batches of the comparison; called on every rank."""
-    from anybatch.diagnostics.compared_ranks import NUM_BATCHES
-
-    return job.data(steps=NUM_BATCHES)(0)
+    """Return the effective batch of the comparison, as batches; called on every rank."""
+    return job.data(steps=1)(0)

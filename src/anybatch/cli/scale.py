@@ -76,7 +76,7 @@ def make_parser() -> Parser:
         metavar="N",
         help="approximate duration of the measurements in seconds (default: 20)",
     )
-    add_report_files(add, "the parts of a step, and the bucket sizes", with_json=True)
+    add_report_files(add, "the parts of a step", with_json=True)
     _add_forecast(parser)
     return parser
 

@@ -38,31 +38,18 @@ class AdviceRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """The effective batch size that reaches a loss in the least time. `print(advice)` shows the advice.
+    """The effective batch size that reaches a loss in the least time. `print(advice)` shows the advice."""
 
-    Attributes:
-        size: the measured effective batch size, in samples.
-        micro_batch_size: maximum samples of one forward and backward.
-        cost: model of time and samples for each batch size, with the noise scale as critical batch size.
-        interval: the noise scale's 95% interval; the upper end is infinite if it is not known yet.
-        items: the items that the loss is a mean over, such as "tokens".
-        items_per_sample: mean number of items in a sample.
-        num_measured: number of steps in which the noise was measured.
-        num_ranks: number of ranks in the measurement.
-        device: the device of a rank.
-        learning_rate: the learning rate of the measurement.
-    """
-
-    size: int
-    micro_batch_size: int
-    cost: BatchCost
-    interval: tuple[float, float]
-    items: str = "samples"
-    items_per_sample: float = 1.0
-    num_measured: int = 0
-    num_ranks: int = 1
-    device: str = "cpu"
-    learning_rate: float | None = None
+    size: int  # the measured effective batch size, in samples
+    micro_batch_size: int  # maximum samples of one forward and backward
+    cost: BatchCost  # model of time and samples for each batch size, with the noise scale as critical batch size
+    interval: tuple[float, float]  # the noise scale's 95% interval; the upper end is infinite if it is not known yet
+    items: str = "samples"  # the items that the loss is a mean over, such as "tokens"
+    items_per_sample: float = 1.0  # mean number of items in a sample
+    num_measured: int = 0  # number of steps in which the noise was measured
+    num_ranks: int = 1  # number of ranks in the measurement
+    device: str = "cpu"  # the device of a rank
+    learning_rate: float | None = None  # the learning rate of the measurement
 
     @property
     def is_known(self) -> bool:
@@ -119,24 +106,18 @@ class Advice:
 
     def as_json(self) -> dict[str, Any]:
         """Return all values for JSON; infinite values are null."""
-        known = self.interval[0] > 0
+        known, found = self.interval[0] > 0, asdict(self)
+        cost, size = found.pop("cost"), found.pop("size")
         return {
-            "effective_batch_size": self.size,
-            "micro_batch_size": self.micro_batch_size,
-            "num_ranks": self.num_ranks,
-            "device": self.device,
-            "num_measured": self.num_measured,
-            "noise_scale": _finite(self.cost.critical_batch_size),
+            **found,
+            "effective_batch_size": size,
+            "noise_scale": _finite(cost.pop("critical_batch_size")),
+            **cost,
             "interval": [_finite(end) for end in self.interval],
-            "items": self.items,
-            "items_per_sample": self.items_per_sample,
-            "overhead_seconds": self.cost.overhead_seconds,
-            "seconds_per_sample": self.cost.seconds_per_sample,
             "best": _finite(self.best),
             "best_interval": [_finite(end) for end in self.best_interval],
             "gain": _finite(self.gain) if known else None,
             "gain_of_accumulating": _finite(self.gain_of_accumulating) if known else None,
-            "learning_rate": self.learning_rate,
             "learning_rates": self.learning_rates,
             "table": [asdict(row) for row in (self.table if known else ())],
         }

@@ -21,19 +21,15 @@ class SplitResult:
     """The gradient of one split of the batch, compared with the unsplit batch.
 
     Attributes:
-        sizes: samples of each micro-batch, in order.
-        errors: relative gradient error by parameter name.
-        error: relative error over all parameters together; infinite if a micro-batch failed.
-        failure: the error message of the micro-batch that failed.
         verdict: "exact" is an error of at most 1e-12; "equal up to rounding" is within the tolerance of the narrowest
             number type seen inside the model; "undecided": the gradients cannot be compared, see the findings.
     """
 
-    sizes: tuple[int, ...]
-    error: float
-    errors: Mapping[str, float]
+    sizes: tuple[int, ...]  # samples of each micro-batch, in order
+    error: float  # relative error over all parameters together; infinite if a micro-batch failed
+    errors: Mapping[str, float]  # relative gradient error by parameter name
     verdict: SplitVerdict
-    failure: str | None = None
+    failure: str | None = None  # the error message of the micro-batch that failed
 
     @property
     def worst(self) -> str | None:
@@ -50,15 +46,12 @@ class CheckFinding:
             "joint_loss", "state", "cannot_run" or "unexplained". The verdict is "undecided": "draws_by_sample",
             "unrepeatable" or "no_gradient". Information only: "randomness". Of a trainer, also "not_divided",
             "wrong_total", "mean_of_means" and "uneven_weights"; "refused": `ab.exact` refuses it.
-        where: the affected module, loss term or parameter.
-        observation: the effect, with measured values.
-        change: the fix; empty if none is needed.
     """
 
     code: str
-    where: str = ""
-    observation: str
-    change: str
+    where: str = ""  # the affected module, loss term or parameter
+    observation: str  # the effect, with measured values
+    change: str  # the fix; empty if none is needed
 
     @property
     def prevents_verdict(self) -> bool:
@@ -73,23 +66,14 @@ class CheckFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The unsplit batch compared with several splits, and the causes of differences; `print(report)` shows everything.
+    """The unsplit batch compared with several splits, and the causes of differences; `print(report)` shows all."""
 
-    Attributes:
-        num_samples: samples in the batch.
-        precision: number type that the check ran in, and why if it is not float64.
-        tolerance: relative error that rounding alone may cause in this number type.
-        splits: one result for each split of the batch, with the user's model and loss.
-        findings: why splits differ, and which effects were excluded (these have `breaks_equality=False`).
-        exact: of a trainer, the report on its steps after `ab.exact`.
-    """
-
-    num_samples: int
-    precision: str
-    tolerance: float
-    splits: tuple[SplitResult, ...]
-    findings: tuple[CheckFinding, ...]
-    exact: "CheckReport | None" = None
+    num_samples: int  # samples in the batch
+    precision: str  # number type that the check ran in, and why if it is not float64
+    tolerance: float  # relative error that rounding alone may cause in this number type
+    splits: tuple[SplitResult, ...]  # one result for each split of the batch, with the user's model and loss
+    findings: tuple[CheckFinding, ...]  # why splits differ; or excluded effects, with `breaks_equality=False`
+    exact: "CheckReport | None" = None  # of a trainer, the report on its steps after `ab.exact`
 
     @property
     def verdict(self) -> SplitVerdict:

@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median, quantiles
-from typing import Any, cast
+from statistics import median
+from typing import Any
 
 import torch
 
@@ -15,12 +15,12 @@ from anybatch.core.geometry import ceil_div
 from anybatch.core.units import columns, in_bytes, three_digits
 from anybatch.diagnostics.compared_ranks import RankFigures, measure_on_rank
 from anybatch.diagnostics.compared_setups import TrainingSetup, training_setups
+from anybatch.diagnostics.step_times import Estimate, busy_cores, estimate
 from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import UserError
 from anybatch.memory.device_memory import counting_text, device_name
 from anybatch.testing.ranks import RankPool
 
-_MAX_SPREAD = 0.25
 _MAX_ROUNDING = 1e-4
 """A larger relative error means a different gradient; rounding in float32 or TF32 causes a smaller error."""
 
@@ -30,16 +30,19 @@ class SetupResult:
     """The measurements of one setup."""
 
     way: TrainingSetup
-    seconds_per_step: float  # median over whole steps; the slowest rank determines a step
-    quartiles: tuple[float, float]  # of the steps
-    exposed_seconds: float | None  # added by communication to the median step; None on one rank
+    round_seconds: tuple[float, ...]  # of a whole step in each round; the slowest rank determines a step
+    exposed: Estimate | None  # seconds that communication adds to a step; None on one rank
     peak_bytes: int  # maximum over ranks
     total_peak_bytes: int  # sum over ranks
     reserved_bytes: int | None  # by the allocator, maximum over ranks; None on a CPU
     driver_bytes: int | None  # in use on a rank's device, as in nvidia-smi; None on a CPU
     gradient_bytes: int  # passed to collectives by a rank in a step
     gradient_error: float | None  # relative to the unsplit batch in plain PyTorch; None for another batch size
-    gradient_variance: float | None  # see `compared_ranks.variance_of`
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Median of the seconds of a step."""
+        return median(self.round_seconds)
 
     @property
     def seconds_per_sample(self) -> float:
@@ -49,18 +52,20 @@ class SetupResult:
     @property
     def exposed_share(self) -> float | None:
         """The fraction of a step that communication adds, at least 0; None on one rank."""
-        return None if self.exposed_seconds is None else max(0.0, self.exposed_seconds / self.seconds_per_step)
+        return None if self.exposed is None else max(0.0, self.exposed.value / self.seconds_per_step)
 
     @property
-    def varies(self) -> bool:
-        """Whether the quartiles of step times are so far apart that a difference from another setup may be noise."""
-        return self.quartiles[1] - self.quartiles[0] > _MAX_SPREAD * self.seconds_per_step
+    def exposed_text(self) -> str:
+        """`exposed_share` as text; its upper limit if it may be 0."""
+        if self.exposed is None or math.isinf(self.exposed.high):
+            return "-"
+        limit = f"<{max(0.01, self.exposed.high / self.seconds_per_step):.0%}"
+        return f"{self.exposed_share:.0%}" if self.exposed.is_sure else limit
 
-    def with_variance_of(self, native: "SetupResult") -> "SetupResult":
-        """Return a copy with the gradient variance of `native` (the unsplit batch) if the gradients are equal."""
-        if self.gradient_variance is not None or self.gradient_error is None or self.gradient_error > _MAX_ROUNDING:
-            return self
-        return dataclasses.replace(self, gradient_variance=native.gradient_variance)
+    def time_relative_to(self, other: "SetupResult") -> Estimate:
+        """Return the time of a sample divided by the time with another setup, compared round by round."""
+        factor = other.way.num_samples / self.way.num_samples
+        return estimate([factor * a / b for a, b in zip(self.round_seconds, other.round_seconds, strict=True)])
 
     @property
     def device_hours(self) -> float:
@@ -70,30 +75,24 @@ class SetupResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonReport:
-    """Measurements of several training setups. `print(report)` shows the table.
+    """Measurements of several training setups. `print(report)` shows the table."""
 
-    Attributes:
-        title: first line of the report.
-        device: name of the devices.
-        effective_batch_size: samples of one update in all setups except the small batch.
-        micro_batch_size: maximum samples of one forward and backward in the setups that accumulate.
-        results: the measured setups.
-        unmeasured: name of each other setup -> why it was not measured.
-    """
-
-    title: str
-    device: str
-    effective_batch_size: int
-    micro_batch_size: int
-    results: tuple[SetupResult, ...]
-    unmeasured: Mapping[str, str]
+    title: str  # first line of the report
+    device: str  # name of the devices
+    effective_batch_size: int  # samples of one update in all setups except the small batch
+    micro_batch_size: int  # maximum samples of one forward and backward in the setups that accumulate
+    results: tuple[SetupResult, ...]  # the measured setups
+    unmeasured: Mapping[str, str]  # name of each other setup -> why it was not measured
+    queued_share: float = 0.0  # share of the time of steps in which ranks waited for a core
 
     def as_json(self) -> dict[str, Any]:
         """Return all values for JSON."""
         found = dataclasses.asdict(self)
         for entry, result in zip(found["results"], self.results, strict=True):
+            entry["seconds_per_step"] = result.seconds_per_step
             entry["seconds_per_sample"] = result.seconds_per_sample
             entry["device_hours"] = result.device_hours
+            entry["exposed"] = {name: value for name, value in (entry["exposed"] or {}).items() if math.isfinite(value)}
         return found
 
     def __str__(self) -> str:
@@ -113,62 +112,70 @@ class ComparisonReport:
         if not self.results:
             return ["nothing could be measured."]
         results, by_name = self._full_size_results, {result.way.name: result for result in self.results}
-        fastest = min(results, key=lambda result: result.seconds_per_sample)
         smallest = min(results, key=lambda result: result.peak_bytes)
-        found = [f"fastest: {fastest.way.name}, {three_digits(1 / fastest.seconds_per_sample)} samples/s."]
-        found.append(f"least memory on a device: {smallest.way.name}, {in_bytes(smallest.peak_bytes)}.")
+        found = [self._fastest(), f"least memory: {smallest.way.name}, {in_bytes(smallest.peak_bytes)} on a device."]
         native, accumulated = by_name.get("native"), by_name.get("accumulated")
         if native and accumulated:
-            times = accumulated.seconds_per_step / native.seconds_per_step
             found.append(
                 f"accumulated, relative to native (unsplit): {accumulated.peak_bytes / native.peak_bytes:.0%} of the "
-                f"memory, {times:.2f} times the time of a step."
+                f"memory, {self._times(accumulated, native, 'the time of a step')}."
             )
         each, last = by_name.get("DDP without no_sync"), by_name.get("DDP accumulated")
         if each and last and last.gradient_bytes:
             found.append(
                 f"no_sync until the last micro-batch: {in_bytes(last.gradient_bytes)} reduced per step instead of "
-                f"{in_bytes(each.gradient_bytes)}, {each.seconds_per_step / last.seconds_per_step:.2f} times the speed."
+                f"{in_bytes(each.gradient_bytes)}, {self._times(each, last, 'the speed')}."
             )
         others = [result.way.name for result in results if (result.gradient_error or 0.0) > _MAX_ROUNDING]
-        if others:
-            found.append(
-                f"gradients that differ from the unsplit batch: {', '.join(others)}. `anybatch check` finds the cause."
-            )
-        else:
-            worst = max((result.gradient_error or 0.0 for result in results), default=0.0)
-            found.append(f"all of these have the gradient of the unsplit batch (relative error at most {worst:.0e}).")
+        worst = max(result.gradient_error or 0.0 for result in results)
+        found.append(
+            f"gradients that differ from the unsplit batch: {', '.join(others)}. `anybatch check` finds the cause."
+            if others
+            else f"all of these have the gradient of the unsplit batch (relative error at most {worst:.0e})."
+        )
         if "DataParallel" in by_name and by_name["DataParallel"].reserved_bytes is None:
             found.append(
                 "DataParallel ran its replicas one after another, because there are no GPUs: use DDP's time instead."
             )
-        if varying := sum(result.varies for result in self.results):
-            found.append(
-                f"the times of {varying} of {len(self.results)} setups vary by more than a quarter: for a closer "
-                "comparison run it longer (--seconds), with nothing else on these devices."
-            )
         return found
+
+    @property
+    def fastest(self) -> tuple[SetupResult, ...]:
+        """The setups that may be the fastest, by the intervals of their times; empty if that may be any of several."""
+        results = sorted(self._full_size_results, key=lambda result: result.seconds_per_sample)
+        equal = tuple(result for result in results if result.time_relative_to(results[0]).low <= 1.0)
+        return () if self._doubt or len(equal) == len(results) > 1 else equal
+
+    @property
+    def _doubt(self) -> str:
+        if any(math.isinf(result.time_relative_to(result).high) for result in self.results):
+            return "there was no time for 6 rounds; use a longer --seconds"
+        return busy_cores(self.queued_share)
+
+    def _fastest(self) -> str:
+        if not (equal := self.fastest):
+            return f"no conclusion about speed: {self._doubt or 'the differences are smaller than the noise'}."
+        names = ", ".join(result.way.name for result in equal)
+        equally = " (equal within the noise)" * (len(equal) > 1)
+        return f"fastest: {names}{equally}, {three_digits(1 / equal[0].seconds_per_sample)} samples/s."
+
+    def _times(self, result: SetupResult, other: SetupResult, what: str) -> str:
+        times = result.time_relative_to(other)
+        if self._doubt or times.low <= 1.0 <= times.high:
+            return f"{what} does not clearly differ, {times}"
+        return f"{times} times {what}"
 
     @property
     def _full_size_results(self) -> Sequence[SetupResult]:
         return [row for row in self.results if row.way.num_samples == self.effective_batch_size] or self.results
 
     def _work(self) -> list[list[str]]:
-        rows = [["", "devices", "s/step", "ms/sample", "exposed", "gradients sent", "error", "variance"]]
+        rows = [["", "devices", "s/step", "ms/sample", "exposed", "gradients sent", "error"]]
         for result in self.results:
-            exposed = result.exposed_share
-            rows.append(
-                [
-                    result.way.name,
-                    str(result.way.num_devices),
-                    three_digits(result.seconds_per_step),
-                    three_digits(1e3 * result.seconds_per_sample),
-                    "-" if exposed is None else f"{exposed:.0%}",
-                    in_bytes(result.gradient_bytes) if result.gradient_bytes else "-",
-                    "-" if result.gradient_error is None else f"{result.gradient_error:.0e}",
-                    three_digits(result.gradient_variance),
-                ]
-            )
+            times = three_digits(result.seconds_per_step), three_digits(1e3 * result.seconds_per_sample)
+            sent = in_bytes(result.gradient_bytes) if result.gradient_bytes else "-"
+            error = "-" if result.gradient_error is None else f"{result.gradient_error:.0e}"
+            rows.append([result.way.name, str(result.way.num_devices), *times, result.exposed_text, sent, error])
         return rows
 
     def _costs(self) -> list[list[str]]:
@@ -184,12 +191,11 @@ class ComparisonReport:
         return rows
 
 
-def slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
-    """Return the slowest rank's seconds of each step, in ascending order."""
-    return sorted(max(of_ranks) for of_ranks in zip(*ranks, strict=True))
+def _slowest(ranks: Sequence[Sequence[Sequence[float]]]) -> list[float]:
+    """Return the median seconds of a step in each round, on the slowest rank of each step."""
+    return [median(map(max, zip(*steps, strict=True))) for steps in zip(*ranks, strict=True)]
 
 
-_MIN_FOR_QUARTILES = 4
 _DEFAULT_CPU_RANKS = 2
 _DEFAULT_ACCUMULATION_STEPS = 4
 """Micro-batches of a rank if no micro-batch size is given."""
@@ -203,20 +209,22 @@ def compare(
     micro_batch_size: int | None = None,
     num_devices: int | None = None,
     device_type: str | None = None,
-    num_rounds: int = 5,
+    num_rounds: int = 9,
     max_seconds: float = 60.0,
     title: str = "training setups",
     on_progress: Callable[[str], None] | None = None,
 ) -> ComparisonReport:
     """Run a job with all training setups, interleaved, and compare time, memory, traffic and gradients.
 
-    In every round, each setup gets a new engine, which runs a warm-up step and three timed steps. On several ranks, the
-    slowest rank determines the time of a step. The time of communication is the difference from a step in which all
-    ranks compute simultaneously without reducing gradients. Each rank has one thread.
+    In every round, each setup gets a new engine, which runs a warm-up step and up to three timed steps. Setups are
+    compared round by round, and differences within the noise are not reported. On several ranks, the slowest determines
+    the time of a step. The time of communication is the difference from a step in which all ranks compute
+    simultaneously without reducing gradients. Each rank has one thread.
 
     Args:
         train: function () -> a new `TrainSpec`; at the top of a module, so that ranks can import it.
-        data: function () -> at least four batches of `effective_batch_size`, such as `ab.batches`; also importable.
+        data: function () -> batches of `effective_batch_size`, such as `ab.batches`, of which the first is used; also
+            importable.
         effective_batch_size: samples of one update.
         micro_batch_size: maximum samples of one forward and backward in setups that accumulate; None: a quarter of a
             rank's share.
@@ -264,35 +272,36 @@ def compare(
         raise UserError(message)
     ranks: Sequence[Mapping[str, RankFigures]] = [outcome.value for outcome in outcomes]
     measured = [setup for setup in setups if not ranks[0][setup.name].reason]
-    results = {way.name: _result(way, [rank[way.name] for rank in ranks[: way.num_ranks]]) for way in measured}
-    native = results.get("native")
+    results = {way.name: setup_result(way, [rank[way.name] for rank in ranks[: way.num_ranks]]) for way in measured}
     return ComparisonReport(
         title=title,
         device=f"{num_devices} x " * (num_devices > 1) + device_name(torch.device(kind)),
         effective_batch_size=effective_batch_size,
         micro_batch_size=size,
-        results=tuple(result if native is None else result.with_variance_of(native) for result in results.values()),
+        results=tuple(results.values()),
         unmeasured={setup.name: ranks[0][setup.name].reason for setup in setups if ranks[0][setup.name].reason},
+        queued_share=_queued_share([rank[setup.name] for rank in ranks for setup in measured if setup.num_ranks == 1]),
     )
 
 
-def _result(setup: TrainingSetup, figures: Sequence[RankFigures]) -> SetupResult:
-    steps = slowest([rank.step_seconds for rank in figures])
-    seconds = median(steps)
-    alone = median(slowest([rank.unreduced_seconds for rank in figures])) if setup.num_ranks > 1 else None
+def _queued_share(figures: Sequence[RankFigures]) -> float:
+    """Return the share of steps on one rank, while other ranks wait, in which they waited for a core."""
+    return sum(each.queued_seconds for each in figures) / max(sum(each.all_seconds for each in figures), 1e-9)
+
+
+def setup_result(setup: TrainingSetup, figures: Sequence[RankFigures]) -> SetupResult:
+    """Return the result of a setup from the measurements of its ranks."""
+    seconds = _slowest([rank.step_seconds for rank in figures])
+    alone = _slowest([rank.unreduced_seconds for rank in figures])
     reserved = [rank.reserved_bytes for rank in figures if rank.reserved_bytes is not None]
     return SetupResult(
         way=setup,
-        seconds_per_step=seconds,
-        quartiles=(steps[0], steps[-1])
-        if len(steps) < _MIN_FOR_QUARTILES
-        else cast("tuple[float, float]", tuple(quantiles(steps, n=4)[::2])),
-        exposed_seconds=None if alone is None else seconds - alone,
+        round_seconds=tuple(seconds),
+        exposed=estimate([step - unreduced for step, unreduced in zip(seconds, alone, strict=True)]) if alone else None,
         peak_bytes=max(rank.peak_bytes for rank in figures),
         total_peak_bytes=sum(rank.total_peak_bytes for rank in figures),
         reserved_bytes=max(reserved, default=None),
         driver_bytes=max((rank.driver_bytes for rank in figures if rank.driver_bytes is not None), default=None),
         gradient_bytes=max(rank.gradient_bytes for rank in figures),
         gradient_error=figures[0].gradient_error,
-        gradient_variance=figures[0].gradient_variance,
     )

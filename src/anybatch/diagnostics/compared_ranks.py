@@ -2,10 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -19,7 +18,7 @@ from anybatch.diagnostics.compared_setups import TrainingSetup
 from anybatch.diagnostics.gradient_runs import copied_runs
 from anybatch.diagnostics.memory_report import record_memory
 from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch, spec_for_repeated_steps, without_reduction
-from anybatch.diagnostics.step_times import PhaseClock, time_after_work
+from anybatch.diagnostics.step_times import PhaseClock, queued_seconds, time_after_work
 from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.engine.engine import Engine
 from anybatch.engine.user_code import collect_modules
@@ -30,25 +29,24 @@ from anybatch.parallel.dtensors import is_dtensor
 from anybatch.parallel.strategy import Turn, trainable
 from anybatch.parallel.world import World
 
-NUM_BATCHES = 4
-"""Effective batches for the variance of gradients."""
-_MAX_PARTS = 64
-_WARM_STEPS, _TIMED_STEPS = 1, 3
+_WARM_STEPS, _TIMED_STEPS, _MAX_SECONDS = 1, 3, 0.3
+"""Steps of a setup in each round; no further step starts after `_MAX_SECONDS`, so that there are more rounds."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RankFigures:
     """The measurements of one setup on one rank."""
 
-    step_seconds: list[float] = field(default_factory=list)
-    unreduced_seconds: list[float] = field(default_factory=list)  # steps without reduction, on all ranks simultaneously
+    step_seconds: list[list[float]] = field(default_factory=list)  # in each round
+    unreduced_seconds: list[list[float]] = field(default_factory=list)  # without reduction, on all ranks simultaneously
+    all_seconds: float = 0.0  # of all steps that were timed
+    queued_seconds: float = 0.0  # waiting for a core in these steps
     peak_bytes: int = 0  # of the allocator on CUDA, else of this rank's tensors
     total_peak_bytes: int = 0  # over all devices of this rank
     reserved_bytes: int | None = None  # None on a CPU
     driver_bytes: int | None = None  # None on a CPU
     gradient_bytes: int = 0  # passed to collectives per step
     gradient_error: float | None = None  # relative to plain PyTorch; None except on rank 0
-    gradient_variance: float | None = None  # see `variance_of`
     reason: str = ""  # why it failed; empty on success
 
 
@@ -97,7 +95,7 @@ class _SetupMeasurement:
         self._train, self._report = train, on_progress or (lambda _: None)
         self._world = world
         self._alone = World(device=world.device)
-        self._batches = [CachedBatch(batch) for batch in islice(data(), NUM_BATCHES)]
+        self._whole = CachedBatch(next(iter(data())))
         self._random_modules: Sequence[str] = ()
         self._native: Gradients = {}
         self._gradient_bytes = 0
@@ -143,7 +141,7 @@ class _SetupMeasurement:
         modules = collect_modules(train.model, declared(train.loss))
         self._gradient_bytes = sum(p.numel() * p.itemsize for p in trainable(modules).values())
         if self._world.rank == 0:
-            batch = next(Placement(SplitOptions(), 1, 0).micro_batches(self._batches[0]))
+            batch = next(Placement(SplitOptions(), 1, 0).micro_batches(self._whole))
             runs = copied_runs(train.model, declared(train.loss), batch, None, seed=0, norms=train.norms)
             found = runs.forward_traits().random_modules
             runs.in_evaluation = {module for name, module in runs.modules.named_modules() if name in found}
@@ -160,29 +158,33 @@ class _SetupMeasurement:
             figures.gradient_bytes = clock.timed(lambda: engine.step(batch)).message_bytes
         with self._engine(setup, without_randomness=True) as engine:
             found = whole_tensors(engine.gradients(self._batch(setup)))
-            if setup.num_samples < len(self._batches[0].sample_ids) or setup.name == "native":
-                parts = islice((part for whole in self._batches for part in _parts(whole, setup)), _MAX_PARTS)
-                figures.gradient_variance = variance_of([whole_tensors(engine.gradients(part)) for part in parts])
-        if self._world.rank == 0 and setup.num_samples == len(self._batches[0].sample_ids):
+        if self._world.rank == 0 and setup.num_samples == len(self._whole.sample_ids):
             figures.gradient_error = relative_error(found, self._native)
 
     def _measure_time(self, setup: TrainingSetup, figures: RankFigures) -> None:
         """Time some steps, each after a barrier, and as many steps without reduction."""
-        figures.step_seconds += self._seconds(setup, self._engine(setup))
+        figures.step_seconds.append(self._seconds(setup, self._engine(setup), figures))
         if setup.num_ranks > 1:
             hardware = without_reduction(setup.micro_batch_size, self._world)
-            figures.unreduced_seconds += self._seconds(setup, Engine.from_spec(self._new_spec(), hardware))
+            figures.unreduced_seconds.append(
+                self._seconds(setup, Engine.from_spec(self._new_spec(), hardware), figures)
+            )
 
-    def _seconds(self, setup: TrainingSetup, engine: Engine) -> list[float]:
+    def _seconds(self, setup: TrainingSetup, engine: Engine, figures: RankFigures) -> list[float]:
         """Return the seconds of each timed step, after a warm-up step."""
-        found, batch = [], self._batch(setup)
+        found, batch = list[float](), self._batch(setup)
         with engine:
             for _ in range(_WARM_STEPS + _TIMED_STEPS):
-                if setup.num_ranks > 1:
-                    self._world.gather_numbers([0.0])
-                begun = time_after_work(self._world.device)
+                spent = sum(found[_WARM_STEPS:])
+                if setup.num_ranks > 1:  # ranks agree, because clocks differ
+                    spent = self._world.gather_numbers([spent])[0][0]
+                if spent > _MAX_SECONDS:
+                    break
+                begun, waited = time_after_work(self._world.device), queued_seconds()
                 engine.step(batch)
                 found.append(time_after_work(self._world.device) - begun)
+                figures.all_seconds += found[-1]
+                figures.queued_seconds += queued_seconds() - waited
         return found[_WARM_STEPS:]
 
     def _engine(self, setup: TrainingSetup, *, without_randomness: bool = False, observer: Any = None) -> Engine:  # noqa: ANN401 (an observer, or None)
@@ -203,7 +205,10 @@ class _SetupMeasurement:
         return spec_for_repeated_steps(spec)
 
     def _batch(self, setup: TrainingSetup) -> EffectiveBatch:
-        return next(_parts(self._batches[0], setup))
+        """Return the samples of one update."""
+        if setup.num_samples >= len(self._whole.sample_ids):
+            return self._whole
+        return CachedBatch(BatchSubset(self._whole, range(setup.num_samples)))
 
     def _measure_memory(self, setup: TrainingSetup, figures: RankFigures) -> None:
         for device in self._devices():
@@ -231,39 +236,9 @@ class _SetupMeasurement:
         return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
 
 
-def _parts(whole: CachedBatch, setup: TrainingSetup) -> Iterator[EffectiveBatch]:
-    """Split a batch into batches of `setup.num_samples` samples, one for each update; skip a smaller last batch."""
-    number = len(whole.sample_ids)
-    if setup.num_samples >= number:
-        yield whole
-        return
-    for start in range(0, number - setup.num_samples + 1, setup.num_samples):
-        yield CachedBatch(BatchSubset(whole, range(start, start + setup.num_samples)))
-
-
 def whole_tensors(gradients: Gradients) -> dict[str, Tensor | None]:
     """Return the gradients, with shards gathered; every rank must call this."""
     return {
         name: cast("Any", value).full_tensor() if value is not None and is_dtensor(value) else value
         for name, value in gradients.items()
     }
-
-
-def variance_of(gradients: Sequence[Gradients]) -> float | None:
-    """Return the mean squared distance of gradients from their mean, divided by the squared norm of the mean.
-
-    `sum |g_i - m|^2 / (n - 1) / |m|^2`, with n gradients and their mean m; None for fewer than two.
-    """
-    number = len(gradients)
-    if number < 2:  # noqa: PLR2004 (a variance needs two gradients)
-        return None
-    distance = size = 0.0
-    for name in gradients[0]:
-        values = [gradient[name] for gradient in gradients]
-        found = [value.detach().cpu().to_dense().double() for value in values if value is not None]
-        if not found:
-            continue
-        mean = cast("Tensor", sum(found)) / number
-        size += float(mean.square().sum())
-        distance += sum(float((value - mean).square().sum()) for value in found)
-    return distance / (number - 1) / size if size else math.inf

@@ -43,15 +43,9 @@ _LINES_WITH_ANYBATCH = 3
 def training_setups(*, effective_batch_size: int, micro_batch_size: int, num_devices: int) -> tuple[TrainingSetup, ...]:
     """Return the training setups to compare at one effective batch size."""
     if not 1 <= micro_batch_size <= effective_batch_size:
-        message = (
-            f"{micro_batch_size=} must be between 1 and {effective_batch_size}, the number of samples in the batch."
-        )
-        raise BatchSizeError(
-            message,
-            code="size_out_of_range",
-            effective_batch_size=effective_batch_size,
-            micro_batch_size=micro_batch_size,
-        )
+        message = f"{micro_batch_size=} must be between 1 and {effective_batch_size}, the samples in the batch."
+        given = {"effective_batch_size": effective_batch_size, "micro_batch_size": micro_batch_size}
+        raise BatchSizeError(message, code="size_out_of_range", **given)
     if num_devices > effective_batch_size:
         message = f"{effective_batch_size=} is less than one sample for each of {num_devices} devices."
         raise BatchSizeError(

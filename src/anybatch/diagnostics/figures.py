@@ -15,11 +15,6 @@ def _figure(path: Path, width: float, height: float) -> Any:  # noqa: ANN401 (of
     return import_drawing("matplotlib.figure", [path]).Figure(figsize=(width, height), layout="constrained")
 
 
-def _style(axes: Any, grid: str = "both") -> None:  # noqa: ANN401 (of an optional dependency)
-    axes.grid(visible=True, axis=grid, color="#E6E6E6", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def _save(figure: Any, path: Path) -> None:  # noqa: ANN401 (of an optional dependency)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160)
@@ -65,16 +60,16 @@ _PARTS = 8
 
 
 def draw_scaling(report: ScaleReport, path: Path) -> None:
-    """Draw the parts of a step as a bar for each number of ranks, and the step time by bucket size."""
-    figure = _figure(path, 10, 4.2)
-    bars, curve = figure.subplots(1, 2, width_ratios=(3, 2))
+    """Draw the parts of a step as a bar for each number of ranks."""
+    figure = _figure(path, 10, 3.4)
+    bars = figure.subplots()
     last = report.evidence
     columns = report.columns
     names = [parts.ranks for parts in columns]
     begins = [0.0] * len(columns)
     colours = dict(zip((*last.parts.by_name, "other"), (*COLOURS, "#F0E442", "#BFBFBF"), strict=True))
     for part, colour in colours.items():
-        widths = [1e3 * max(0.0, parts.other if part == "other" else parts.by_name[part]) for parts in columns]
+        widths = [1e3 * (parts.other if part == "other" else parts.by_name[part]) for parts in columns]
         bars.barh(names, widths, left=begins, color=colour, label=part, height=0.55)
         begins = [begin + width for begin, width in zip(begins, widths, strict=True)]
     for row, parts in enumerate(columns):
@@ -84,20 +79,7 @@ def draw_scaling(report: ScaleReport, path: Path) -> None:
     bars.set_xlabel("step time, ms; dashed: N ranks N times as fast")
     bars.set_title(f"{last.num_samples} samples per step, {report.settings.strategy}", loc="left", fontsize=10)
     figure.legend(*bars.get_legend_handles_labels(), loc="outside lower left", frameon=False, fontsize=8, ncols=_PARTS)
-    sizes = [in_bytes(trial.cut.sizes[0]) for trial in last.buckets]
-    if sizes:
-        positions = range(len(sizes))
-        curve.plot(positions, [1e3 * trial.step_seconds for trial in last.buckets], color=COLOURS[0], marker="o")
-        curve.set_xticks(
-            positions, [f"{size}\n{trial.cut.num_buckets}" for size, trial in zip(sizes, last.buckets, strict=True)]
-        )
-        curve.set_ylim(bottom=0)
-        curve.set_xlabel("bucket size, and number of buckets")
-        curve.set_ylabel("step time without loading, ms")
-        curve.tick_params(axis="x", labelsize=8)
-    else:
-        curve.set_axis_off()
-    for axes in (bars, curve):
-        _style(axes, "x" if axes is bars else "y")
-        axes.set_axisbelow(True)
+    bars.grid(visible=True, axis="x", color="#E6E6E6", linewidth=0.6)
+    bars.spines[["top", "right"]].set_visible(False)
+    bars.set_axisbelow(True)
     _save(figure, path)

@@ -45,29 +45,17 @@ class AllocatorReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryReport:
-    """The memory of the recorded steps. `print(report)` shows the peak by purpose.
+    """The memory of the recorded steps. `print(report)` shows the peak by purpose."""
 
-    Attributes:
-        timeline: memory of tensors at each moment, with marks where micro-batches begin.
-        device: type and number of the device.
-        num_steps: optimizer steps that were recorded.
-        num_samples: samples of the last step, over all ranks.
-        num_micro_batches: micro-batches of the last step on this rank.
-        limit_bytes: memory of the device; None if unknown.
-        headroom: fraction of the limit to keep free.
-        allocator: counters of torch's allocator; None on a CPU.
-        decided: the micro-batch size that the engine chose, and why; None if the user gave it.
-    """
-
-    timeline: MemoryTimeline
-    device: str
-    num_steps: int
-    num_samples: int
-    num_micro_batches: int
-    limit_bytes: int | None
-    headroom: float
-    allocator: AllocatorReport | None
-    decided: str | None = None
+    timeline: MemoryTimeline  # memory of tensors at each moment, with marks where micro-batches begin
+    device: str  # type and number of the device
+    num_steps: int  # optimizer steps that were recorded
+    num_samples: int  # samples of the last step, over all ranks
+    num_micro_batches: int  # micro-batches of the last step on this rank
+    limit_bytes: int | None  # memory of the device; None if unknown
+    headroom: float  # fraction of the limit to keep free
+    allocator: AllocatorReport | None  # counters of torch's allocator; None on a CPU
+    decided: str | None = None  # the micro-batch size that the engine chose, and why; None if the user gave it
 
     @property
     def peak_bytes(self) -> int:

@@ -1,6 +1,7 @@
 """Measures the steps of a job on one rank and on N, and reports why N ranks are not N times as fast."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -59,12 +60,11 @@ class ScaleReport:
         last, steps = self.evidence, self.columns
         ms = {part: [parts.by_name[part] for parts in steps] for part in last.parts.by_name}
         ms |= {"other": [parts.other for parts in steps], "whole step": [parts.step for parts in steps]}
-        ideal = last.ideal * last.parts.world_size  # on one rank
         rows = {
             "step time, ms": [parts.ranks for parts in steps],
             **{part: [f"{seconds * 1e3:.1f}" for seconds in row] for part, row in ms.items()},
             "samples/s": [per_second(float(f"{last.num_samples / parts.step:.3g}")) for parts in steps],
-            "efficiency": [f"{ideal / parts.world_size / parts.step:.0%}" for parts in steps],
+            "efficiency": [*["100%"] * (len(steps) - 1), self._efficiency()],
         }
         lines = columns([["  " + name, *row] for name, row in rows.items()])
         if last.device == "cpu" and last.parts.world_size > self.num_cores:
@@ -72,11 +72,23 @@ class ScaleReport:
             lines += ["", f"{shared} Measure with a core or a device per rank."]
         return lines
 
+    def _efficiency(self) -> str:
+        """Return the efficiency on all ranks, and its interval; loading is not included."""
+        found = self.evidence.efficiency
+        # More than 100% is possible, if the data of a rank fits into its cache, but has to be sure.
+        most = math.inf if found.low > 1.0 else 1.0
+        return f"{min(found.value, most):.0%} ({found.low:.0%}-{min(found.high, most):.0%})"
+
     def _verdict(self) -> list[str]:
         step = self.evidence.parts.step
-        if not self.causes:
+        if self.evidence.is_busy(self.num_cores):
+            return ["other programs use these cores: the times show nothing about this job. Stop them."]
+        lines = [
+            f"not clear: {name}, {max(0.0, part.low) / step:.0%} to {min(part.high / step, 1.0):.0%} of a step."
+            for name, part in self.evidence.unclear.items()
+        ]
+        if not self.causes and not lines:
             return ["no bottleneck: only compute takes a tenth of a step or more."]
-        lines = []
         for number, cause in enumerate(self.causes):
             label = "bottleneck" if number == 0 else "then"
             lines.append(f"{label}: {cause.code}, {cause.cost / step:.0%} of a step: {cause.what}.")
@@ -86,6 +98,7 @@ class ScaleReport:
 
     def _buckets(self) -> list[str]:
         last, best = self.evidence, self.evidence.best_bucket
+        is_busy = last.is_busy(self.num_cores)
         assert best is not None
         assert last.current_bucket is not None
         if len(last.buckets) == 1:
@@ -93,13 +106,14 @@ class ScaleReport:
             return [f"bucket size: makes no difference, because {sizes} all give {best.cut}."]
         rows, notes = [["  buckets", "step time, ms", "longer than best", "bucket_bytes"]], [""]
         for trial in last.buckets:
-            marks = ["in use"] * (trial is last.current_bucket) + ["recommended"] * (trial is best)
+            marks = ["in use"] * (trial is last.current_bucket) + ["recommended"] * (trial is best and not is_busy)
             notes.append(f"  <- {', '.join(marks)}" if marks else "")
-            longer, sizes = f"{trial.longer.seconds * 1e3:.1f}", _sizes(trial.cut.sizes)
+            longer, sizes = f"{trial.longer.value * 1e3:.1f}", _sizes(trial.cut.sizes)
             rows.append([f"  {trial.cut.num_buckets}", f"{trial.step_seconds * 1e3:.1f}", longer, sizes])
         table = [line + note for line, note in zip(columns(rows), notes, strict=True)]
         size = self.settings.bucket_bytes if best is last.current_bucket else best.cut.sizes[0]
-        return [*table, "", f"recommended: bucket_bytes={size} ({in_bytes(size)}, {best.cut})."]
+        recommended = ["", f"recommended: bucket_bytes={size} ({in_bytes(size)}, {best.cut})."]
+        return table if is_busy else table + recommended
 
 
 def _sizes(sizes: Sequence[int]) -> str:
@@ -121,7 +135,7 @@ def measure_scaling(
     """Start ranks on the CPUs of this machine, measure the steps of a job, and report what limits their speed.
 
     The interleaved kinds of step are: with reduction; without reduction, on all ranks simultaneously; on one rank
-    alone; with other bucket sizes; with larger micro-batches. Steps that load their samples run separately. All have
+    alone; with other bucket sizes. Steps that load their samples run separately. All have
     the same effective batch size, so each of N ranks has an Nth of it.
 
     Exposed communication is the time that reduction adds to a step. Waiting for data is the time that loading adds to

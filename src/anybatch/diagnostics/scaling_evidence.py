@@ -2,28 +2,18 @@
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from anybatch.core.collectives import Link
 from anybatch.core.geometry import smallest_of_the_fastest
 from anybatch.core.units import in_bytes
-from anybatch.diagnostics.scaling_ranks import (
-    ALONE,
-    CURRENT,
-    LARGER,
-    UNREDUCED,
-    BucketCut,
-    RankTimes,
-    RunSettings,
-)
-from anybatch.diagnostics.step_times import RankSeconds, median_of, slowest
-
-_MIN_ROUNDS, _MIN_SHARE_OF_ROUNDS = 6, 0.9
+from anybatch.diagnostics.scaling_ranks import ALONE, CURRENT, UNREDUCED, BucketCut, RankTimes, RunSettings
+from anybatch.diagnostics.step_times import MAX_QUEUED, Estimate, RankSeconds, estimate, median_of, slowest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBreakdown:
-    """The seconds of a step by part; they add up to `step`."""
+    """The seconds of a step by part; they are not negative, and add up to `step`."""
 
     world_size: int
     step: float  # slowest rank with samples loaded beforehand, plus the wait if a step loads them
@@ -43,7 +33,7 @@ class StepBreakdown:
     @property
     def other(self) -> float:
         """The rest of the step: the engine's own work, and jitter."""
-        return self.step - sum(self.by_name.values())
+        return max(0.0, self.step - sum(self.by_name.values()))
 
     @property
     def by_name(self) -> dict[str, float]:
@@ -60,20 +50,12 @@ class StepBreakdown:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """How much longer one kind of step takes than another."""
-
-    seconds: float  # median over rounds
-    is_sure: bool = False  # whether it took longer in nine tenths of at least six rounds
-
-
-@dataclass(frozen=True, slots=True)
 class BucketTrial:
     """The step time with one way to divide gradients into buckets."""
 
     cut: BucketCut
     step_seconds: float  # the fastest way's median on the slowest rank, plus `longer`
-    longer: Difference  # compared with the fastest way, round by round
+    longer: Estimate  # compared with the fastest way, round by round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,16 +64,17 @@ class ScalingEvidence:
 
     parts: StepBreakdown
     alone: StepBreakdown | None  # one rank with the whole batch; None if there is only one rank
-    reduction: Difference  # extra time with reduction; 0 on one rank
+    efficiency: Estimate  # time on one rank / (number of ranks x time on all), without loading
+    reduction: Estimate  # extra seconds with reduction; 0 on one rank
+    waiting: Estimate  # extra seconds of steps that load their samples, on the rank that waits longest
+    straggling: Estimate  # extra seconds of the slowest rank's own work, compared with the mean rank
     buckets: tuple[BucketTrial, ...]  # from the smallest to the largest size; empty on one rank
     current_bucket: BucketTrial | None  # None on one rank
-    larger_micro_batch: Difference | None  # saved by one micro-batch per rank; None if a rank has only one already
     link: Link | None  # None on one rank
     gradient_bytes: int  # of all gradients on one rank
     slowest_rank: int
     loads: tuple[float, float]  # seconds and processor seconds to load a share in one process
     micro_batch_size: int
-    share: int  # samples of the largest share
     num_samples: int  # of a step
     device: str
 
@@ -99,6 +82,17 @@ class ScalingEvidence:
     def ideal(self) -> float:
         """Seconds of a step if N ranks were N times as fast as one."""
         return (self.alone or self.parts).step / self.parts.world_size
+
+    def is_busy(self, num_cores: int) -> bool:
+        """Return whether other programs use the cores of the ranks so much that step times have no other cause."""
+        return self.parts.world_size <= num_cores and self.parts.queued > MAX_QUEUED * self.parts.step
+
+    @property
+    def unclear(self) -> dict[str, Estimate]:
+        """The parts that may be 0 or a quarter of a step, by the intervals of their seconds."""
+        parts = {"waiting for data": self.waiting, "exposed communication": self.reduction}
+        limit = _UNCLEAR * self.parts.step
+        return {name: part for name, part in parts.items() if not part.is_sure and part.high > limit}
 
     @property
     def best_bucket(self) -> BucketTrial | None:
@@ -115,20 +109,25 @@ def evidence_of(ranks: Sequence[RankTimes]) -> ScalingEvidence:
     unreduced = [rank.steps[UNREDUCED] for rank in ranks] if len(ranks) > 1 else current
     alone = [first.steps[ALONE]] if ALONE in first.steps else None
     busy = [median_of(steps, "busy") for steps in unreduced]
+    last = busy.index(max(busy))
+    work = [[step.busy for step in steps] for steps in zip(*unreduced, strict=True)]
     buckets = _bucket_trials(ranks) if len(ranks) > 1 else []
+    whole = slowest(current)
+    one_rank = [step / len(ranks) for step in slowest(alone)] if alone else whole
     return ScalingEvidence(
         parts=_breakdown(current, unreduced, [rank.loading for rank in ranks]),
         alone=None if alone is None else _breakdown(alone, alone, [first.loading_alone]),
-        reduction=difference(slowest(current), slowest(unreduced)),
+        efficiency=estimate([ideal / step for ideal, step in zip(one_rank, whole, strict=True)]),
+        reduction=difference(whole, slowest(unreduced)),
+        waiting=_waiting([rank.loading for rank in ranks], unreduced),
         buckets=tuple(buckets),
         current_bucket=next((trial for n, trial in enumerate(buckets) if f"buckets {n}" not in first.steps), None),
-        larger_micro_batch=_compute_gain(ranks) if LARGER in first.steps else None,
         link=_link(ranks) if first.messages else None,
         gradient_bytes=first.gradient_bytes,
-        slowest_rank=busy.index(max(busy)),
+        straggling=estimate([seconds[last] - statistics.fmean(seconds) for seconds in work]),
+        slowest_rank=last,
         loads=(max(rank.load_seconds for rank in ranks), max(rank.load_processor_seconds for rank in ranks)),
         micro_batch_size=first.micro_batch_size,
-        share=max(rank.share for rank in ranks),
         num_samples=first.num_samples,
         device=first.device,
     )
@@ -139,36 +138,47 @@ def _breakdown(
     unreduced: Sequence[Sequence[RankSeconds]],
     loading: Sequence[Sequence[RankSeconds]],
 ) -> StepBreakdown:
-    """Return the parts of a step from the steps of each rank: with reduction, without, and with loading."""
+    """Return the parts of a step from the steps of each rank: with reduction, without, and with loading.
+
+    Parts without reduction are mean shares of a step over rounds, so that they add up on a busy machine too.
+    """
+    # Not from the loading steps, which ran at another time, when the machine may have been slower or faster.
+    step, unreduced_step = (statistics.median(slowest(steps)) for steps in (current, unreduced))
+    communication = min(step, max(0.0, difference(slowest(current), slowest(unreduced)).value))
+    scale = (step - communication) / unreduced_step / len(unreduced)
 
     def mean(part: str) -> float:
-        return statistics.fmean(median_of(steps, part) for steps in unreduced)
+        shares = [statistics.fmean(getattr(step, part) / step.whole for step in steps) for steps in unreduced]
+        return scale * sum(share * median_of(steps, "whole") for share, steps in zip(shares, unreduced, strict=True))
 
-    step_seconds, busy = slowest(current), [median_of(steps, "busy") for steps in unreduced]
-    waits = [
-        max(0.0, median_of(live, "load") - median_of(steps, "load"))
-        for live, steps in zip(loading, unreduced, strict=True)
-    ]
+    busy = [median_of(steps, "busy") for steps in unreduced]
+    late = unreduced_step - statistics.fmean(median_of(steps, "whole") for steps in unreduced)
+    waiting = max(0.0, _waiting(loading, unreduced).value)
     return StepBreakdown(
         world_size=len(current),
-        # Not from the loading steps, which ran at another time, when the machine may have been slower or faster.
-        step=statistics.median(step_seconds) + max(waits),
-        waiting=max(waits),
+        step=step + waiting,
+        waiting=waiting,
         copies=mean("load"),
         compute=mean("on_core"),
-        queued=mean("queued"),
-        communication=max(0.0, difference(step_seconds, slowest(unreduced)).seconds),
-        stragglers=max(busy) - statistics.fmean(busy),
+        queued=mean("queued_compute"),
+        communication=communication,
+        stragglers=min(max(busy) - statistics.fmean(busy), late),
         update=mean("update"),
     )
 
 
-def difference(longer: Sequence[float], shorter: Sequence[float]) -> Difference:
-    """Return the median difference over rounds, and whether it is positive in nearly all of them."""
-    found = [long - short for long, short in zip(longer, shorter, strict=True)]
-    # Not by the mean: on a busy machine, a few rounds are far off.
-    is_sure = len(found) >= _MIN_ROUNDS and sum(seconds > 0.0 for seconds in found) >= _MIN_SHARE_OF_ROUNDS * len(found)
-    return Difference(statistics.median(found), is_sure)
+def _waiting(loading: Sequence[Sequence[RankSeconds]], cached: Sequence[Sequence[RankSeconds]]) -> Estimate:
+    """Return the extra seconds of steps that load their samples, on the rank that waits longest."""
+    waits = [
+        estimate([step.load - median_of(steps, "load") for step in live])
+        for live, steps in zip(loading, cached, strict=True)
+    ]
+    return max(waits, key=lambda wait: wait.value)
+
+
+def difference(longer: Sequence[float], shorter: Sequence[float]) -> Estimate:
+    """Return the difference over rounds."""
+    return estimate([long - short for long, short in zip(longer, shorter, strict=True)])
 
 
 def _seconds(ranks: Sequence[RankTimes], kind: str) -> list[float]:
@@ -182,21 +192,10 @@ def _bucket_trials(ranks: Sequence[RankTimes]) -> list[BucketTrial]:
     seconds = [_seconds(ranks, f"buckets {number}") for number in range(len(cuts))]
     best = min(seconds, key=statistics.median)
     # Compare round by round, since medians may be from different times if the machine's speed varies.
-    longer = [difference(times, best) for times in seconds]
+    found = [difference(times, best) for times in seconds]
+    longer = [replace(more, value=max(0.0, more.value)) for more in found]
     fastest = statistics.median(best)
-    return [BucketTrial(cut, fastest + more.seconds, more) for cut, more in zip(cuts, longer, strict=True)]
-
-
-def _compute_gain(ranks: Sequence[RankTimes]) -> Difference:
-    """Return the gain of larger micro-batches in compute time, which is less noisy than the time of whole steps."""
-    now, larger = (
-        [
-            statistics.fmean(step.on_core for step in steps)
-            for steps in zip(*(r.steps[kind] for r in ranks), strict=True)
-        ]
-        for kind in (CURRENT, LARGER)
-    )
-    return difference(now, larger)
+    return [BucketTrial(cut, fastest + more.value, more) for cut, more in zip(cuts, longer, strict=True)]
 
 
 def _link(ranks: Sequence[RankTimes]) -> Link:
@@ -209,7 +208,7 @@ def _link(ranks: Sequence[RankTimes]) -> Link:
 
 _MIN_COST = 0.1
 """Minimum share of a step for a cause to be reported."""
-_NEGLIGIBLE = 0.05
+_NEGLIGIBLE, _UNCLEAR = 0.05, 0.25
 _MAX_WORKERS = 8
 _OVERLAP_FACTOR = 2.0
 _NUM_OTHER_MESSAGES = 2
@@ -232,17 +231,24 @@ CauseFields = tuple[str, float, str, str, float]
 
 
 def causes_of(evidence: ScalingEvidence, settings: RunSettings, num_cores: int) -> tuple[Cause, ...]:
-    """Return the causes that take at least a tenth of a step, the largest first; empty for a healthy run."""
+    """Return the causes that take at least a tenth of a step, the largest first; empty for a healthy run.
+
+    If other programs use the cores, they are the only cause.
+    """
     step = evidence.parts.step
-    found = [
-        *_loading(evidence, settings, num_cores),
-        *_parts_of_ranks(evidence, num_cores),
-        *_buckets(evidence, settings),
-        *_link_causes(evidence),
-        *_micro_batches(evidence),
-    ]
+    found = [*_shared_cores(evidence, num_cores)]
+    found += (
+        []
+        if evidence.is_busy(num_cores)
+        else [
+            *_loading(evidence, settings, num_cores),
+            *_parts_of_ranks(evidence),
+            *_buckets(evidence, settings),
+            *_link_causes(evidence),
+        ]
+    )
     causes = [
-        Cause(code=code, cost=cost, what=what, change=change, predicted_step=step - saved)
+        Cause(code=code, cost=cost, what=what, change=change, predicted_step=step - min(saved, cost))
         for code, cost, what, change, saved in found
         if cost >= _MIN_COST * step
     ]
@@ -251,7 +257,7 @@ def causes_of(evidence: ScalingEvidence, settings: RunSettings, num_cores: int) 
 
 def _loading(evidence: ScalingEvidence, settings: RunSettings, num_cores: int) -> Iterator[CauseFields]:
     parts, now = evidence.parts, settings.num_workers
-    if parts.waiting <= _NEGLIGIBLE * parts.step:
+    if parts.waiting <= _NEGLIGIBLE * parts.step or not evidence.waiting.is_sure:
         return
     predicted = {
         number: step_with_workers(evidence, number, num_cores=num_cores)
@@ -282,8 +288,15 @@ def step_with_workers(evidence: ScalingEvidence, num_workers: int, *, num_cores:
     return max(rest, load / num_workers, work)
 
 
-def _parts_of_ranks(evidence: ScalingEvidence, num_cores: int) -> Iterator[CauseFields]:
-    """Yield the causes in copies, stragglers, update and shared cores."""
+def _shared_cores(evidence: ScalingEvidence, num_cores: int) -> Iterator[CauseFields]:
+    parts, size = evidence.parts, evidence.parts.world_size
+    what = f"ranks wait {_ms(parts.queued)} of a step for a core: {size} ranks on {num_cores} cores"
+    change = "use fewer ranks" if size > num_cores else "stop other programs on these cores, or use fewer ranks"
+    yield "shared_cores", parts.queued, what, change, parts.queued
+
+
+def _parts_of_ranks(evidence: ScalingEvidence) -> Iterator[CauseFields]:
+    """Yield the causes in copies, stragglers and update."""
     parts, rank, size = evidence.parts, evidence.slowest_rank, evidence.parts.world_size
     if evidence.device != "cpu":
         what = f"copies to the device take {_ms(parts.copies)} of {_ms(parts.step)}"
@@ -292,22 +305,21 @@ def _parts_of_ranks(evidence: ScalingEvidence, num_cores: int) -> Iterator[Cause
     longer = parts.stragglers / (parts.compute + parts.update + parts.copies)
     what = f"rank {rank} takes {longer:.0%} longer than the mean rank"
     change = f"look at the host of rank {rank}, and for computations that run on that rank only"
-    yield "straggler", parts.stragglers, what, change, parts.stragglers
+    straggling = parts.stragglers if evidence.straggling.is_sure else 0.0
+    yield "straggler", straggling, what, change, parts.stragglers
     replicated = parts.update * (1.0 - 1.0 / size)
     what = f"every rank makes the whole update, {_ms(parts.update)}, regardless of the number of ranks"
     change = 'strategy="zero1" shards it; or a larger effective batch, if training allows'
     yield "replicated_update", replicated, what, change, replicated
-    what = f"ranks wait {_ms(parts.queued)} of a step for a core: {size} ranks on {num_cores} cores"
-    change = "use fewer ranks" if size > num_cores else "stop other programs on these cores, or use fewer ranks"
-    yield "shared_cores", parts.queued, what, change, parts.queued
 
 
 def _buckets(evidence: ScalingEvidence, settings: RunSettings) -> Iterator[CauseFields]:
     current, best = evidence.current_bucket, evidence.best_bucket
     if current is None or best is None or best is current:
         return
-    # A gain above the time of the messages is noise.
-    gain = min(current.longer.seconds - best.longer.seconds, _max_message_seconds(evidence, current.cut.num_buckets))
+    # A gain above the time of the messages, or above the time that all messages add to a step, is noise.
+    most = min(evidence.parts.communication, _max_message_seconds(evidence, current.cut.num_buckets))
+    gain = min(current.longer.value - best.longer.value, most)
     size = best.cut.sizes[0]
     code = "tiny_buckets" if current.cut.num_buckets > best.cut.num_buckets else "giant_buckets"
     what = f"{current.cut} of {in_bytes(settings.bucket_bytes)} take {_ms(gain)} longer than {best.cut}"
@@ -319,17 +331,17 @@ def _link_causes(evidence: ScalingEvidence) -> Iterator[CauseFields]:
     link, best, current = evidence.link, evidence.best_bucket, evidence.current_bucket
     if link is None or best is None or current is None or not evidence.reduction.is_sure:
         return
-    by_buckets = 0.0 if best is current else max(0.0, current.longer.seconds - best.longer.seconds)
+    by_buckets = 0.0 if best is current else max(0.0, current.longer.value - best.longer.value)
     num_messages = best.cut.num_buckets + _NUM_OTHER_MESSAGES
     exposed = evidence.parts.communication - by_buckets
     left = max(0.0, min(exposed, _max_message_seconds(evidence, best.cut.num_buckets)))
     latency, rate = num_messages * link.latency_seconds, evidence.gradient_bytes / link.bytes_per_second
     of_latency = left * latency / (latency + rate)
     larger = f"a larger effective batch, if training allows: twice the samples per message save {_ms(left / 2)}"
-    what = f"{num_messages} messages with a latency of {_ms(link.latency_seconds)} each"
+    what = f"the latency of {num_messages} messages adds {_ms(of_latency)}"
     yield "high_latency", of_latency, what, larger, left / 2
     size, speed = in_bytes(evidence.gradient_bytes), in_bytes(round(link.bytes_per_second))
-    what = f"{size} of gradients at {speed}/s: {_ms(rate)} a step"
+    what = f"{size} of gradients at {speed}/s add {_ms(left - of_latency)}"
     change = f'DDP(compression="bf16"), which halves the bytes and rounds gradients once per rank; or {larger}'
     yield "slow_link", left - of_latency, what, change, left / 2
 
@@ -343,15 +355,6 @@ def _max_message_seconds(evidence: ScalingEvidence, num_buckets: int) -> float:
         return 0.0
     latency = (num_buckets + _NUM_OTHER_MESSAGES) * evidence.link.latency_seconds
     return _OVERLAP_FACTOR * (latency + evidence.gradient_bytes / evidence.link.bytes_per_second)
-
-
-def _micro_batches(evidence: ScalingEvidence) -> Iterator[CauseFields]:
-    gain = evidence.larger_micro_batch
-    if gain is not None and gain.is_sure:
-        size, share = evidence.micro_batch_size, evidence.share
-        what = f"micro-batches of {size} samples compute {_ms(gain.seconds)} longer than one of {share}"
-        change = f"micro_batch_size={share}, or as much of it as memory allows"
-        yield "small_micro_batches", gain.seconds, what, change, gain.seconds
 
 
 def _ms(seconds: float) -> str:

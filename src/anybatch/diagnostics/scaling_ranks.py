@@ -3,6 +3,7 @@
 import dataclasses
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -72,7 +73,7 @@ WARM_UP_STEPS = 2
 NUM_REPEATS = 2
 MIN_ROUNDS, MAX_ROUNDS = 6, 15
 _NUM_MESSAGES = 7
-CURRENT, UNREDUCED, LARGER, ALONE = "current", "unreduced", "larger", "alone"
+CURRENT, UNREDUCED, ALONE = "current", "unreduced", "alone"
 DataFunction = Callable[..., Callable[[int], Iterable[EffectiveBatch]]]
 """Takes a number of steps; returns a function of `num_workers` that returns this many effective batches of a job."""
 ReplicaStrategy = Literal["all_reduce", "ddp"]
@@ -113,7 +114,6 @@ class RankTimes:
     cuts: tuple[BucketCut, ...]  # the cuts of `steps["buckets N"]`, with N from 0
     micro_batch_size: int
     num_samples: int
-    share: int  # samples of this rank
     gradient_bytes: int  # of all gradients on one rank
     device: str
 
@@ -143,7 +143,6 @@ class RankMeasurement:
     def times(self) -> RankTimes:
         """Run all measurements and return their results."""
         self._report("loading the samples of a rank")
-        share = self._placement.plan(len(self._batches[0].sample_ids)).shares[self._world.rank]
         load_seconds, load_processor_seconds = self._load()
         spec = self._train()
         modules = spec.model if isinstance(spec.model, torch.nn.Module) else torch.nn.ModuleDict(spec.model)
@@ -151,8 +150,7 @@ class RankMeasurement:
         # DDP's bucket size is in MiB.
         minimum = MEBIBYTE if self._settings.strategy == "ddp" else 1
         cuts = bucket_cuts(sizes, self._bucket_sizes, self._settings.bucket_bytes, minimum=minimum)
-        largest = max((unit.num_samples for unit in share), default=0)
-        steps = self._interleaved_steps(self._kinds(cuts, largest))
+        steps = self._interleaved_steps(self._kinds(cuts))
         loading: list[RankSeconds] = []
         loading_alone: list[RankSeconds] = []
         for number in range(NUM_REPEATS):
@@ -172,7 +170,6 @@ class RankMeasurement:
             cuts=cuts,
             micro_batch_size=self._settings.micro_batch_size,
             num_samples=len(self._batches[0].sample_ids),
-            share=sum(unit.num_samples for unit in share),
             gradient_bytes=sum(sizes),
             device=str(self._world.device),
         )
@@ -203,16 +200,13 @@ class RankMeasurement:
         split = SplitOptions(micro_batch_size=self._settings.micro_batch_size)
         return Placement(split, self._world.size, self._world.rank)
 
-    def _kinds(self, cuts: Sequence[BucketCut], largest_unit: int) -> dict[str, RunSettings]:
+    def _kinds(self, cuts: Sequence[BucketCut]) -> dict[str, RunSettings]:
         """Return the kinds of step to interleave, with their settings."""
         settings = self._settings
         kinds = {CURRENT: settings}
         if self._world.size == 1:
             return kinds
         kinds |= {UNREDUCED: settings, ALONE: settings}
-        share = ceil_div(len(self._batches[0].sample_ids), self._world.size)
-        if share > largest_unit:
-            kinds[LARGER] = dataclasses.replace(settings, micro_batch_size=share)
         for number, cut in enumerate(cuts):
             if settings.bucket_bytes not in cut.sizes:
                 kinds[f"buckets {number}"] = dataclasses.replace(settings, bucket_bytes=cut.sizes[0])
@@ -238,7 +232,7 @@ class RankMeasurement:
             for kind, settings in kinds.items()
             if kind != ALONE or self._world.rank == 0
         }
-        cached: dict[int | None, CachedBatch] = {}
+        cached = {kind: CachedBatch(self._batches[0]) for kind in (ALONE, CURRENT)}
         found: dict[str, list[RankSeconds]] = {kind: [] for kind in kinds}
         rounds, number = WARM_UP_STEPS + MIN_ROUNDS, 0
         while number < rounds:
@@ -248,9 +242,7 @@ class RankMeasurement:
             for kind in list(kinds)[:: -1 if number % 2 else 1]:
                 self._barrier()
                 if kind in engines:
-                    # Cache one batch for each micro-batch size, so that its samples are loaded only once.
-                    size = -1 if kind == ALONE else kinds[kind].micro_batch_size
-                    batch = cached.setdefault(size, CachedBatch(self._batches[0]))
+                    batch = cached.get(kind, cached[CURRENT])
                     step = clocks[kind].timed(lambda kind=kind, batch=batch: engines[kind].step(batch))  # type: ignore[misc]
                     found[kind].append(step)
             number += 1
@@ -276,17 +268,15 @@ class RankMeasurement:
         """Return (bytes, seconds) of separate all-reduces of three sizes."""
         if self._world.size == 1:
             return ()
-        found = []
-        for num_bytes in sorted({4, max(4, total // 4), max(4, total)}):
-            numbers = torch.zeros(num_bytes // 4, device=self._world.device)
-            seconds = []
-            for _ in range(_NUM_MESSAGES):
-                self._barrier()
-                begun = time.perf_counter()
-                dist.all_reduce(numbers)
-                seconds.append(time_after_work(self._world.device) - begun)
-            found.append((num_bytes // 4 * 4, statistics.median(seconds[1:])))
-        return tuple(found)
+        sizes = sorted({1, max(1, total // 16), max(1, total // 4)})
+        numbers = {size: torch.zeros(size, device=self._world.device) for size in sizes}
+        seconds = defaultdict[int, list[float]](list)
+        for size in sizes * _NUM_MESSAGES:  # interleaved
+            self._barrier()
+            begun = time.perf_counter()
+            dist.all_reduce(numbers[size])
+            seconds[size].append(time_after_work(self._world.device) - begun)
+        return tuple((4 * size, statistics.median(seconds[size][1:])) for size in sizes)
 
     def _fastest_size(self) -> int:
         """Return the micro-batch size that "auto" chooses on these ranks."""

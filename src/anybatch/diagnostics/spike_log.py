@@ -4,7 +4,6 @@ import os
 from dataclasses import dataclass
 
 from anybatch.core.spikes import Spike, SpikeRule, spikes_of
-from anybatch.errors import UserError
 from anybatch.events.chrome_trace import rank_logs
 from anybatch.events.jsonl import read_jsonl
 
@@ -33,7 +32,6 @@ def read_spikes(path: str | os.PathLike[str], rule: SpikeRule | None = None) -> 
         rule: definition of a spike; None: the defaults.
 
     Raises:
-        UserError: the log has too few steps.
         OSError: the log cannot be opened.
     """
     rule, log = rule or SpikeRule(), rank_logs(path)[0]
@@ -46,11 +44,5 @@ def read_spikes(path: str | os.PathLike[str], rule: SpikeRule | None = None) -> 
         elif kind == "step" and line["loss"] is not None and line["skipped"] is not True:
             norm = line["gradient_norm"]
             values[int(line["step"])] = float(line["loss"]), None if norm is None else float(norm)
-    if len(values) <= rule.least:
-        message = (
-            f"{log} has {len(values)} steps, but spikes can be found only after {rule.least}. Use the log of a longer "
-            "run."
-        )
-        raise UserError(message, code="too_few_steps")
     spikes = spikes_of(((step, *pair) for step, pair in values.items()), rule)
     return SpikeReport(num_steps=len(values), spikes=tuple(spikes))

@@ -1,6 +1,7 @@
 """The seconds of a step by part, from the records of its phases or from the logs of a finished run."""
 
 import contextlib
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -38,12 +39,62 @@ class RankSeconds:
     @property
     def busy(self) -> float:
         """Seconds of the rank's own work."""
-        return self.load + self.compute + self.update - self.queued
+        return self.load + self.on_core + self.update
+
+    @property
+    def queued_compute(self) -> float:
+        """Seconds of compute in which other programs used the core."""
+        return min(self.queued, self.compute)
 
     @property
     def on_core(self) -> float:
         """Seconds of compute without the time in which other programs used the core."""
-        return self.compute - self.queued
+        return self.compute - self.queued_compute
+
+
+MAX_QUEUED = 0.1
+"""If steps wait for a core for a larger share of their time, other programs decide which step is the fastest."""
+_MAX_TAIL = 0.025
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A median over interleaved rounds, and its 95% interval; the interval is infinite below 6 rounds."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the whole interval is above 0."""
+        return self.low > 0.0
+
+    def __str__(self) -> str:
+        """Return the value and its interval, as text."""
+        if math.isinf(self.high):
+            return f"{self.value:.2f} (interval unknown)"
+        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def estimate(rounds: Sequence[float]) -> Estimate:
+    """Return the median, and its interval between two of the sorted values (sign test).
+
+    The interval assumes no distribution, only that the noise of rounds is independent: the median is below the k-th
+    smallest of n values with the probability that fewer than k of n coins show heads.
+    """
+    ordered, tail, rank = sorted(rounds), 0.0, 0
+    while (tail := tail + math.comb(len(ordered), rank) / 2 ** len(ordered)) <= _MAX_TAIL:
+        rank += 1
+    low, high = (ordered[rank - 1], ordered[-rank]) if rank else (-math.inf, math.inf)
+    return Estimate(statistics.median(ordered), low, high)
+
+
+def busy_cores(queued_share: float) -> str:
+    """Return why step times show nothing if steps waited for a core for this share of their time, or an empty text."""
+    if queued_share <= MAX_QUEUED:
+        return ""
+    return f"other programs use these cores, so steps waited for a core {queued_share:.0%} of their time; stop them"
 
 
 def median_of(steps: Sequence[RankSeconds], part: str) -> float:

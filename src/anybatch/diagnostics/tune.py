@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -13,7 +13,15 @@ from anybatch.core.geometry import NEAR_BEST, ceil_div, smallest_of_the_fastest
 from anybatch.core.splitting import SplitOptions
 from anybatch.core.units import columns, in_bytes
 from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch, spec_for_repeated_steps
-from anybatch.diagnostics.step_times import time_after_work
+from anybatch.diagnostics.step_times import (
+    MAX_QUEUED,
+    Clock,
+    Estimate,
+    busy_cores,
+    estimate,
+    queued_seconds,
+    time_after_work,
+)
 from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.engine.engine import Engine
 from anybatch.errors import BatchSizeError, MemoryExhaustedError
@@ -32,28 +40,22 @@ class SizeResult:
     size: int
     num_micro_batches: int  # in a step
     samples_per_second: float | None  # of whole steps, with the update; None if not measured
+    longer: Estimate | None = None  # its step time / the step time of the fastest size; None if not measured
     peak_bytes: int | None = None  # of a step; None if not measured
     fits: bool = True  # False if memory ran out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneReport:
-    """Samples per second and memory by micro-batch size. `print(report)` shows the table.
+    """Samples per second and memory by micro-batch size. `print(report)` shows the table."""
 
-    Attributes:
-        num_samples: samples of a step.
-        device: name of the device that was measured.
-        sizes: one result for each size, in ascending order.
-        num_batch_norms: number of BatchNorm layers that normalise within each micro-batch; with such layers, a split
-            changes the training.
-        counted: how memory is counted.
-    """
-
-    num_samples: int
-    device: str
-    sizes: tuple[SizeResult, ...]
-    num_batch_norms: int = 0
-    counted: Counted = "in tensors"
+    num_samples: int  # samples of a step
+    device: str  # name of the device that was measured
+    sizes: tuple[SizeResult, ...]  # one result for each size, in ascending order
+    at_most: float = 1.0  # time of the recommended size / time of any other, at the upper end of the intervals
+    queued_share: float = 0.0  # share of the measured time in which steps waited for a core
+    num_batch_norms: int = 0  # layers that normalise within each micro-batch, so a split changes the training
+    counted: Counted = "in tensors"  # how memory is counted
 
     @property
     def rates(self) -> dict[int, float]:
@@ -62,28 +64,37 @@ class TuneReport:
 
     @property
     def best(self) -> int:
-        """The fastest size."""
+        """The fastest size in this measurement."""
         return max(self.rates, key=lambda size: self.rates[size])
 
     @property
-    def recommended(self) -> int:
-        """The smallest size whose steps take at most 3% longer than the fastest.
+    def recommended(self) -> int | None:
+        """The smallest size whose steps take at most 3% longer than the fastest; None if noise hides it.
 
         If a split changes the training: the whole batch if it fits, else the largest size that fits.
         """
         if self.num_batch_norms:
             return max(self.rates)
-        return smallest_of_the_fastest({size: self.num_samples / self.rates[size] for size in self.rates})
+        times = {row.size: row.longer.value for row in self.sizes if row.longer is not None}
+        return None if self.doubt else smallest_of_the_fastest(times)
+
+    @property
+    def doubt(self) -> str:
+        """Why the times show no fastest size; empty if they do."""
+        if self.at_most <= MAX_UNCLEAR or self.queued_share > MAX_QUEUED:
+            return busy_cores(self.queued_share)
+        if math.isinf(self.at_most):
+            return "there was no time for enough rounds: try fewer sizes"
+        return f"the times vary so much that any choice may take {self.at_most - 1.0:.0%} longer than another size"
 
     def __str__(self) -> str:
         """Return the table and the recommendation."""
-        rates, best, recommended = self.rates, self.best, self.recommended
-        rows, notes = [["  micro-batch", "per step", "samples/s", "of the best", self.counted]], [""]
+        rates, best, recommended = self.rates, None if self.doubt else self.best, self.recommended
+        rows, notes = [["  micro-batch", "per step", "samples/s", "time / fastest", self.counted]], [""]
         for result in self.sizes:
-            rate = rates.get(result.size)
-            speed = ["-", "slower" if result.fits else "does not fit"]
-            if rate is not None:
-                speed = [f"{rate:,.0f}", f"{rate / rates[best]:.0%}"]
+            speed = ["-", "not measured" if result.fits else "does not fit"]
+            if result.longer is not None:
+                speed = [f"{rates[result.size]:,.0f}", str(result.longer)]
             memory = "" if result.peak_bytes is None else in_bytes(result.peak_bytes)
             marks = [word for word, size in (("fastest", best), ("recommended", recommended)) if size == result.size]
             notes.append(f"  <- {', '.join(marks)}" if marks else "")
@@ -94,20 +105,44 @@ class TuneReport:
 
     def _advice(self) -> str:
         size = f"recommended: micro_batch_size={self.recommended}"
+        if self.recommended is None:
+            return f"no recommendation: {self.doubt}."
         if not self.num_batch_norms:
             return f"{size}, the smallest within {NEAR_BEST - 1.0:.0%} of the fastest."
         layers = f"{self.num_batch_norms} BatchNorm layer{'s' * (self.num_batch_norms > 1)}"
         which = "the whole batch" if self.recommended == self.num_samples else "the largest that fits"
         gain = self.rates[self.best] / self.rates[self.recommended] - 1.0
         faster = f" micro_batch_size={self.best} is {gain:.0%} faster, but trains differently."
-        faster = faster if gain >= _MIN_REPORTED_GAIN else ""
+        faster = faster if gain >= _MIN_REPORTED_GAIN and not self.doubt else ""
         return (
             f"{size}, {which}: {layers} normalise{'s' * (self.num_batch_norms == 1)} within each micro-batch, so every "
             f"size trains differently (norms='exact' makes splits equal).{faster}"
         )
 
 
-NUM_ROUNDS = 6
+def longer_than_fastest(
+    seconds: Mapping[int, Sequence[float]], finalists: Sequence[int]
+) -> tuple[dict[int, Estimate], float]:
+    """Return each size's step time as a multiple of the fastest size's, and `TuneReport.at_most`.
+
+    `seconds` has the step times of each size in rounds 0, 1, ..., in all rounds for `finalists`. Round 0 of several
+    warms up. Sizes are compared round by round, so that a machine that changes its speed slows down both.
+    """
+    rounds = {size: times[1:] or times for size, times in seconds.items()}
+    best = min(finalists, key=lambda size: median(rounds[size]))
+
+    def compared(size: int, other: int) -> Estimate:
+        return estimate([own / others for own, others in zip(rounds[size], rounds[other], strict=False)])
+
+    longer = {size: compared(size, best) for size in rounds}
+    longer = {size: replace(found, value=max(1.0, found.value)) for size, found in longer.items()}
+    choice = smallest_of_the_fastest({size: found.value for size, found in longer.items()})
+    return longer, max((compared(choice, other).high for other in finalists if other != choice), default=1.0)
+
+
+MAX_UNCLEAR = 1.1
+"""Nothing is recommended if another size may be faster by more than this factor."""
+MIN_ROUNDS, MAX_ROUNDS = 8, 14
 """Rounds of measurements: the first two run all sizes, later ones only sizes that are close to the fastest."""
 _MAX_CANDIDATE_FACTOR = 1.25
 """A size whose step takes more than this many times as long as the shortest step is not run again."""
@@ -122,24 +157,19 @@ def tune(
     data: Iterable[EffectiveBatch],
     *,
     micro_batch_sizes: Sequence[int] | None = None,
-    max_seconds: float = 15.0,
-    clock: Callable[[], float] = time.perf_counter,
+    max_seconds: float = 30.0,
+    clock: Clock = time.perf_counter,
+    queued: Clock = queued_seconds,
     world: World | None = None,
 ) -> TuneReport:
     """Measure speed and memory at many micro-batch sizes, with interleaved steps.
 
-    Equivalent to this loop, after a shorter warm-up step of each engine:
-
-    ```python
-    for number in range(6):
-        for size in all_sizes if number < 2 else sizes_near_the_fastest:
-            seconds[size].append(timed(engine_with(size).step, batch))
-    ```
-
-    The largest size runs first. If a size takes more than twice the shortest time, smaller sizes are not tried. The
-    result is the median over all rounds but the first. The batch is loaded beforehand; the timed step is forwards,
-    backwards and the update. Memory is the peak of tensors, with weights, gradients and optimizer state: counted by the
-    allocator on CUDA, and in a separate untimed run of two micro-batches on a CPU.
+    There are 8 rounds, or up to 14 until the fastest size is clear; from the third on, only sizes near the fastest run.
+    The largest size runs first. If a size takes more than twice the shortest time, smaller sizes are not tried. Sizes
+    are compared round by round, and the report recommends none if noise hides the fastest. The batch is loaded
+    beforehand; the timed step is forwards, backwards and the update. Memory is the peak of tensors, with weights,
+    gradients and optimizer state: counted by the allocator on CUDA, and in a separate untimed run of two micro-batches
+    on a CPU.
 
     Args:
         train: a `TrainSpec` with a new model: it is trained for some steps, without scheduler and loss check.
@@ -147,6 +177,7 @@ def tune(
         micro_batch_sizes: sizes to try; None: the batch in 1, 2, 4, ... parts.
         max_seconds: start no round after this many seconds; at least one round is run.
         clock: monotonic time in seconds.
+        queued: seconds that this thread has waited for a core so far.
         world: the world of this rank; None: the launcher's.
 
     Raises:
@@ -165,13 +196,15 @@ def tune(
     def engine(size: int) -> Engine:
         return Engine.from_spec(train, Hardware(micro_batch_size=size, world=world))
 
-    timer = _StepTimer(engine, batch, world.device, clock)
+    timer = _StepTimer(engine, batch, world.device, clock, queued)
     times = timer.seconds(sizes, max_seconds)
     if not times:
         message = f"micro-batches of {sizes[0]} samples do not fit into the memory of {world.device}. Try smaller ones."
         raise BatchSizeError(message, code="does_not_fit", micro_batch_size=sizes[0])
     # Counting tensors slows a step down, so on a CPU memory is measured in a separate run.
     peaks = timer.peaks or {size: _peak_bytes(modules, engine, batch, size) for size in sorted(times)}
+    longer, at_most = longer_than_fastest(times, timer.finalists)
+    fastest = num_samples / min(median(times[size][1:] or times[size]) for size in times if longer[size].value == 1.0)
     return TuneReport(
         num_samples=num_samples,
         device=device_name(world.device),
@@ -179,12 +212,15 @@ def tune(
             SizeResult(
                 size=size,
                 num_micro_batches=ceil_div(num_samples, size),
-                samples_per_second=num_samples / median(times[size][1:] or times[size]) if size in times else None,
+                samples_per_second=fastest / longer[size].value if size in times else None,
+                longer=longer.get(size),
                 peak_bytes=peaks.get(size),
                 fits=size not in timer.too_large,
             )
             for size in sizes
         ),
+        at_most=at_most,
+        queued_share=timer.queued_seconds / max(timer.step_seconds, 1e-9),
         num_batch_norms=num_batch_norms,
         counted="allocated" if timer.peaks else "in tensors",
     )
@@ -204,12 +240,19 @@ class _StepTimer:
     """Measures the seconds of steps at several micro-batch sizes."""
 
     def __init__(
-        self, engine: Callable[[int], Engine], batch: EffectiveBatch, device: torch.device, clock: Callable[[], float]
+        self,
+        engine: Callable[[int], Engine],
+        batch: EffectiveBatch,
+        device: torch.device,
+        clock: Clock,
+        queued: Clock,
     ) -> None:
         self._engine, self._batch = engine, batch
-        self._device, self._clock = device, clock
+        self._device, self._clock, self._queued = device, clock, queued
+        self.step_seconds = self.queued_seconds = 0.0
         self.peaks: dict[int, int] = {}
         self.too_large: set[int] = set()
+        self.finalists: list[int] = []
 
     def seconds(self, sizes: Sequence[int], max_seconds: float) -> dict[int, list[float]]:
         """Return the step times, one per round, for each size that fits and is not much slower than the fastest."""
@@ -225,8 +268,10 @@ class _StepTimer:
                 if step_seconds > _MAX_FACTOR * shortest:
                     break
         order = sorted(found)
-        for number in range(1, NUM_ROUNDS):
-            if self._clock() - begun > max_seconds or (number > 1 and len(order) == 1):
+        for number in range(1, MAX_ROUNDS):
+            if self._clock() - begun > max_seconds or (number > 1 and len(order) <= 1):
+                break
+            if number >= MIN_ROUNDS and longer_than_fastest(found, order)[1] <= MAX_UNCLEAR:
                 break
             for size in order:
                 step_seconds = self._step(size)
@@ -238,6 +283,7 @@ class _StepTimer:
             near = (size for size in order if size in found and min(found[size]) <= limit)
             # The order is reversed each time, so that a machine that slows down affects all sizes equally.
             order = sorted(near, reverse=order == sorted(order))
+        self.finalists = order
         return found
 
     def _step(self, size: int) -> float | None:
@@ -267,9 +313,11 @@ class _StepTimer:
         list(Placement(SplitOptions(micro_batch_size=size), 1, 0).micro_batches(cached))
         # One step of a small model is too short for a reliable time.
         while not times or (len(times) < max_steps and sum(times) < _MAX_TIMED_SECONDS):
-            begun = time_after_work(self._device, self._clock)
+            begun, waited = time_after_work(self._device, self._clock), self._queued()
             too_large = engine.step(cached).too_large
             times.append(time_after_work(self._device, self._clock) - begun)
+            self.step_seconds += times[-1]
+            self.queued_seconds += self._queued() - waited
             if too_large:  # the engine continued with smaller micro-batches
                 return []
         return times
@@ -304,10 +352,7 @@ def _peak_bytes(
 def _checked(sizes: Sequence[int], num_samples: int) -> list[int]:
     for size in sizes:
         if not 1 <= size <= num_samples:
-            message = (
-                f"micro_batch_size={size} must be between 1 and {num_samples}, the number of samples in the batch."
-            )
-            raise BatchSizeError(
-                message, code="size_out_of_range", effective_batch_size=num_samples, micro_batch_size=size
-            )
+            message = f"micro_batch_size={size} must be between 1 and {num_samples}, the samples in the batch."
+            given = {"effective_batch_size": num_samples, "micro_batch_size": size}
+            raise BatchSizeError(message, code="size_out_of_range", **given)
     return sorted(set(sizes))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from statistics import NormalDist, median
@@ -22,6 +23,7 @@ from anybatch.core.collectives import (
 )
 from anybatch.core.geometry import SecondsFit, ceil_div, checked_int
 from anybatch.diagnostics.repeated_steps import BatchSubset, CachedBatch, spec_for_repeated_steps
+from anybatch.diagnostics.step_times import Estimate, estimate, queued_seconds, time_after_work
 from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.engine.engine import Engine
 from anybatch.errors import BatchSizeError, PlanError, UserError
@@ -30,7 +32,6 @@ from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch.parallel.world import World
 from anybatch.planner.forecast_report import (
     USEFUL_GAIN,
-    Algorithm,
     Cluster,
     ForecastReport,
     ForecastRow,
@@ -60,8 +61,7 @@ _COUNT_NUMBERS = 4  # of each rank: whether it has failed, its count, whether it
 def control_bytes(num_parameters: int, *, counts_need_data: bool) -> tuple[int, int]:
     """Return the bytes that a rank sends before a step and at its end, from the second step on; 0: no message.
 
-    If the loss counts items in the data (tokens), `World.gather_from` gathers a few numbers before the step. At its end
-    `parallel/agreement.py` gathers one loss, a byte per parameter, two more bytes, and `NUM_DIGESTS` digests.
+    `World.gather_from` gathers counts of tokens; `parallel/agreement.py` a loss, a flag per parameter, and digests.
     """
     counts = _NUMBER_BYTES * _COUNT_NUMBERS if counts_need_data else 0
     return counts, 2 + num_parameters + _NUMBER_BYTES * (1 + NUM_DIGESTS)
@@ -101,12 +101,14 @@ def forecast(
         message = f"{strategy=} cannot be forecast: it must be 'all_reduce', 'ddp', 'zero1' or 'fsdp'."
         raise UserError(message)
 
-    def row(num_ranks: int) -> ForecastRow:
-        return _row(workload, cluster, num_ranks, strategy, reduction)
+    def row(num_ranks: int, work: Workload = workload) -> ForecastRow:
+        return _row(work, cluster, num_ranks, strategy, reduction)
 
     sizes = [2**power for power in range(MAX_WORLD_SIZE.bit_length())]
     rows = [row(size) for size in sizes]
     largest, why = largest_useful(rows, workload)
+    worlds = (largest_useful([row(size, work) for size in sizes], work)[0] for work in workload.extremes())
+    smallest, *_, greatest = sorted(worlds, key=lambda world: world or math.inf)
     alone = rows[0].samples_per_second
     shown = [each for each in rows if each.world_size < world_size] + [row(world_size)]
     return ForecastReport(
@@ -119,6 +121,7 @@ def forecast(
         ),
         largest_useful=largest,
         why=why,
+        largest_interval=(smallest, greatest),
         unvalidated=_unvalidated(cluster, strategy, world_size),
     )
 
@@ -277,29 +280,23 @@ def _gather(cluster: Cluster, num_bytes: float, num_ranks: int) -> float:
 
 def _unvalidated(cluster: Cluster, strategy: StrategyName, world_size: int) -> tuple[str, ...]:
     """Return the parts of a forecast that were not compared with measurements of anybatch."""
-    algorithms: dict[Algorithm, str] = {
+    texts = {
         "best": "a ring or a double binary tree, whichever is faster",
         "ring": "a textbook ring",
         "tree": "a double binary tree",
+        "ddp": "ddp, assumed to send the same messages as all_reduce",
+        "zero1": "zero1's broadcasts, counted as one all-gather",
+        "fsdp": "fsdp: gathers and reduce-scatters of equal blocks around a ring",
     }
-    found = [algorithms[cluster.algorithm]] if cluster.algorithm in algorithms else []
-    if cluster.inner_link is not None:
-        found.append("hosts with several devices")
-    if world_size > MEASURED_RANKS:
-        found.append(f"more than {MEASURED_RANKS} ranks")
-    if strategy == "ddp":
-        found.append("ddp, assumed to send the same messages as all_reduce")
-    if strategy == "zero1":
-        found.append("zero1's broadcasts, counted as one all-gather")
-    if strategy == "fsdp":
-        found.append("fsdp: gathers and reduce-scatters of equal blocks around a ring")
-    return tuple(found)
+    found = ["hosts with several devices"] * (cluster.inner_link is not None)
+    found += [f"more than {MEASURED_RANKS} ranks"] * (world_size > MEASURED_RANKS)
+    return tuple(text for text in (texts.get(cluster.algorithm), *found, texts.get(strategy)) if text is not None)
 
 
 SizedJob = Callable[[int], tuple[TrainSpec, Callable[[int], Iterable[EffectiveBatch]]]]
 """Function of an effective batch size that returns a new `TrainSpec` and its data, as for `tune`."""
-_MIN_ROUNDS, _MIN_SECONDS = 5, 2.0
-"""Minimum number of rounds and total time."""
+_MIN_ROUNDS, _MIN_SECONDS, _CLEAR, _MIN_SHARE = 9, 2.0, 0.1, 0.01
+"""Minimum rounds and seconds; the width of intervals at which rounds end, of a step; the least end of an interval."""
 
 
 def time_one_rank(
@@ -308,6 +305,7 @@ def time_one_rank(
     *,
     max_seconds: float = 15.0,
     clock: Callable[[], float] = time.perf_counter,
+    queued: Callable[[], float] = queued_seconds,
     world: World | None = None,
 ) -> Workload:
     """Time steps with one micro-batch, two, and one of half the size; return a workload of equal ranks.
@@ -320,8 +318,7 @@ def time_one_rank(
     one of m  - (a + b m)           = u
     ```
 
-    Each difference is the median over rounds that run each of the three steps once, so that other load on the machine
-    affects all three equally and single delays do not matter.
+    Each difference is the median over rounds that run each step once, so that other load affects all three equally.
 
     Raises:
         BatchSizeError: a micro-batch does not fit, or the data set is too small.
@@ -334,13 +331,15 @@ def time_one_rank(
     batch = next(iter(data(0)))
     parts = [BatchSubset(batch, range(few)) for few in (micro_batch_size, half)]
     hardware = Hardware(micro_batch_size=micro_batch_size, world=world)
+    waited, begun = queued(), clock()
     with Engine.from_spec(spec_for_repeated_steps(train), hardware) as engine:
         rounds = _rounds(engine, world.device, [CachedBatch(part) for part in (batch, *parts)], max_seconds, clock)
-    whole = median(two - one for two, one, _ in rounds)
+    queued_share = (queued() - waited) / max(clock() - begun, 1e-9)
+    micro_batch, update = _differences(rounds)
+    whole = micro_batch.value
     if whole <= 0.0:
-        two, one, _ = (median(times) for times in zip(*rounds, strict=True))
         message = (
-            f"a step took {two:.3g} s with two micro-batches and {one:.3g} s with one: the times are too noisy. "
+            f"a micro-batch takes between {micro_batch.low:.3g} and {micro_batch.high:.3g} s: the times are too noisy. "
             "Try again on an idle machine, or with larger micro-batches."
         )
         raise PlanError(message)
@@ -354,7 +353,10 @@ def time_one_rank(
     return Workload(
         micro_batch=SecondsFit(whole - slope * micro_batch_size, slope),
         micro_batch_size=micro_batch_size,
-        update_seconds=max(0.0, median(2.0 * one - two for two, one, _ in rounds)),
+        micro_batch_interval=(max(_MIN_SHARE, micro_batch.low / whole), micro_batch.high / whole),
+        update_seconds=max(0.0, update.value),
+        update_interval=(max(0.0, update.low), max(0.0, update.high)),
+        queued_share=queued_share,
         gradient_bytes=gradient_bytes(trained),
         num_parameters=len(trained),
     )
@@ -369,27 +371,28 @@ def _rounds(
 ) -> list[tuple[float, float, float]]:
     """Return, for each round, the seconds of a step of each of the three batches; two micro-batches come first."""
 
-    def now() -> float:
-        # Kernels run asynchronously, so without waiting a step would seem to end when it is launched.
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        return clock()
-
     def seconds(batch: EffectiveBatch) -> float:
-        begun = now()
+        begun = time_after_work(device, clock)
         if sizes := engine.step(batch).too_large:
             message = f"micro-batches of {sizes[0]} samples do not fit into the memory of {device}: try smaller ones."
             raise BatchSizeError(message, micro_batch_size=sizes[0])
-        return now() - begun
+        return time_after_work(device, clock) - begun
 
     for batch in batches:  # creates the optimizer's state, loads the samples, and warms the caches
         seconds(batch)
     found: list[tuple[float, float, float]] = []
-    begun = now()
-    while (passed := now() - begun) < max_seconds or not found:
-        rising = bool(found) and median(two - one for two, one, _ in found) > 0.0
-        if rising and len(found) >= _MIN_ROUNDS and passed >= _MIN_SECONDS:
-            break
+    begun = clock()
+    while (passed := clock() - begun) < max_seconds or len(found) < _MIN_ROUNDS:
+        if len(found) >= _MIN_ROUNDS and passed >= _MIN_SECONDS:
+            micro_batch, update = _differences(found)
+            width = max(micro_batch.high - micro_batch.low, update.high - update.low)
+            if micro_batch.is_sure and width <= _CLEAR * found[-1][0]:
+                break
         two, one, less = (seconds(batch) for batch in batches)
         found.append((two, one, less))
     return found
+
+
+def _differences(rounds: Sequence[tuple[float, float, float]]) -> tuple[Estimate, Estimate]:
+    """Return the seconds of a micro-batch and of the update."""
+    return estimate([two - one for two, one, _ in rounds]), estimate([2.0 * one - two for two, one, _ in rounds])

@@ -1,7 +1,9 @@
 """The inputs of a forecast, and its report as text and as a picture."""
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +12,7 @@ from anybatch.core.collectives import Link
 from anybatch.core.geometry import SecondsFit, ceil_div, checked_int
 from anybatch.core.units import columns, in_bytes, per_second, three_digits
 from anybatch.diagnostics.figures import COLOURS
+from anybatch.diagnostics.step_times import busy_cores
 from anybatch.errors import UserError
 from anybatch.events.matplotlib_files import import_drawing
 
@@ -41,6 +44,9 @@ class Workload:
         variation: standard deviation of the ranks' times in a step, relative to the mean.
         num_parameters: number of tensors with a gradient; the last message of a step has a flag for each.
         counts_need_data: the loss counts tokens or other items in the data, so ranks exchange counts before a step.
+        micro_batch_interval: ends of the 95% interval of a micro-batch's time, relative to `micro_batch`.
+        update_interval: ends of the 95% interval of `update_seconds`; None for an exact time.
+        queued_share: share of the measured time in which steps waited for a core.
 
     Raises:
         UserError: a number is out of range.
@@ -57,6 +63,9 @@ class Workload:
     variation: float = 0.0
     num_parameters: int = 100
     counts_need_data: bool = False
+    micro_batch_interval: tuple[float, float] = (1.0, 1.0)
+    update_interval: tuple[float, float] | None = None
+    queued_share: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "gradient_bytes", "bucket_bytes", "num_parameters"):
@@ -91,6 +100,13 @@ class Workload:
         steps = min(share, max(self.accumulation_steps or 1, ceil_div(share, self.micro_batch_size)))
         size = ceil_div(share, steps)
         return share, ceil_div(share, size), size
+
+    def extremes(self) -> "tuple[Workload, ...]":
+        """Return the workload with the ends of the intervals of its times, in all combinations."""
+        fit, updates = self.micro_batch, self.update_interval or (self.update_seconds,)
+        fits = [SecondsFit(end * fit.fixed_seconds, end * fit.sample_seconds) for end in self.micro_batch_interval]
+        pairs = itertools.product(fits, updates)
+        return tuple(dataclasses.replace(self, micro_batch=each, update_seconds=update) for each, update in pairs)
 
     def samples(self, num_ranks: int) -> int:
         """Return the samples of a step over all ranks."""
@@ -127,16 +143,10 @@ class Cluster:
     def __post_init__(self) -> None:
         checked_int("devices_per_host", self.devices_per_host)
         if self.devices_per_host > 1 and self.inner_link is None:
-            message = (
-                f"the link between the {self.devices_per_host} devices of a host is missing. Set inner_link=Link(...), "
-                "or --inner-link 300GB/s,2us."
-            )
+            message = f"inner_link is missing for devices_per_host={self.devices_per_host}: Link(...), or 300GB/s,2us."
             raise UserError(message)
         if self.devices_per_host > 1 and self.algorithm == "gloo":
-            message = (
-                f"algorithm='gloo' does not support devices_per_host={self.devices_per_host}. Use devices_per_host=1 "
-                "or another algorithm."
-            )
+            message = f"algorithm='gloo' does not support devices_per_host={self.devices_per_host}. Use 1, or 'ring'."
             raise UserError(message)
 
     @property
@@ -158,65 +168,41 @@ _PARTS = (
     ("control plane", "control_seconds", 3),
 )
 _FAINT = "#8C8C8C"
+_MAX_UNCLEAR = 4
+"""A largest useful world that noise may change by more than this factor is not reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastRow:
-    """The forecast for a step on a number of ranks.
+    """The forecast for a step on a number of ranks."""
 
-    Attributes:
-        world_size: number of ranks.
-        num_samples: samples of the step, over all ranks.
-        micro_batch_size: samples of a micro-batch.
-        accumulation_steps: micro-batches of the rank with the most samples.
-        step_seconds: time of the step, the sum of the last five fields.
-        samples_per_second: throughput of all ranks.
-        efficiency: throughput divided by (number of ranks x throughput of one rank).
-        compute_seconds: forwards and backwards of an average rank.
-        straggler_seconds: delay of the slowest rank.
-        exposed_seconds: communication of gradients and weights that computation does not hide.
-        control_seconds: exposed time of the control plane: counts and agreement.
-        update_seconds: the optimizer's update.
-    """
-
-    world_size: int
-    num_samples: int
-    micro_batch_size: int
-    accumulation_steps: int
-    step_seconds: float
-    samples_per_second: float
-    efficiency: float
-    compute_seconds: float
-    straggler_seconds: float
-    exposed_seconds: float
-    control_seconds: float
-    update_seconds: float
+    world_size: int  # number of ranks
+    num_samples: int  # samples of the step, over all ranks
+    micro_batch_size: int  # samples of a micro-batch
+    accumulation_steps: int  # micro-batches of the rank with the most samples
+    step_seconds: float  # time of the step, the sum of the last five fields
+    samples_per_second: float  # throughput of all ranks
+    efficiency: float  # throughput divided by (number of ranks x throughput of one rank)
+    compute_seconds: float  # forwards and backwards of an average rank
+    straggler_seconds: float  # delay of the slowest rank
+    exposed_seconds: float  # communication of gradients and weights that computation does not hide
+    control_seconds: float  # exposed time of the control plane: counts and agreement
+    update_seconds: float  # the optimizer's update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastReport:
-    """Predicted steps on increasing numbers of ranks; `print(report)` shows the whole report.
+    """Predicted steps on increasing numbers of ranks; `print(report)` shows the whole report."""
 
-    Attributes:
-        workload: the sizes and times that the forecast is based on.
-        cluster: the network.
-        strategy: how ranks sum gradients.
-        reduction: when fsdp reduces; None for other strategies.
-        rows: one row for each number of ranks, ascending.
-        largest_useful: number of ranks up to which each doubling multiplies samples per second by at least
-            `USEFUL_GAIN`; None if no limit was found.
-        why: the reason for this limit, as a clause.
-        unvalidated: parts of the forecast that were not compared with measurements.
-    """
-
-    workload: Workload
-    cluster: Cluster
-    strategy: StrategyName
-    reduction: FsdpReduction | None
-    rows: tuple[ForecastRow, ...]
-    largest_useful: int | None
-    why: str
-    unvalidated: tuple[str, ...]
+    workload: Workload  # the sizes and times that the forecast is based on
+    cluster: Cluster  # the network
+    strategy: StrategyName  # how ranks sum gradients
+    reduction: FsdpReduction | None  # when fsdp reduces; None for other strategies
+    rows: tuple[ForecastRow, ...]  # one row for each number of ranks, ascending
+    largest_useful: int | None  # ranks up to which each doubling brings `USEFUL_GAIN`; None: no limit found
+    why: str  # the reason for this limit, as a clause
+    largest_interval: tuple[int | None, int | None]  # the same for the intervals of the measured times
+    unvalidated: tuple[str, ...]  # parts of the forecast that were not compared with measurements
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain values for `json.dumps`."""
@@ -224,19 +210,29 @@ class ForecastReport:
 
     def __str__(self) -> str:
         """Return tables, the largest useful number of ranks, and the assumptions."""
-        last = self.largest_useful
-        useful = "no limit found" if last is None else f"{last:,} rank{'s' * (last != 1)}"
+        low, high = map(_ranks, self.largest_interval)
+        ends = f" (95% interval: {low} to {high})" * (low != high)
+        useful = f"largest useful world: {_ranks(self.largest_useful)}{ends}; {self.why}."
+        if self.doubt:
+            useful = f"largest useful world: not clear; {self.doubt}."
         lines = [
             *self._heading(),
             "",
             *self._table(),
             "",
-            f"largest useful world: {useful}; {self.why}.",
+            useful,
             f"(useful: each doubling brings at least {USEFUL_GAIN} times the samples/s)",
             "",
             *self._assumptions(),
         ]
         return "\n".join(lines)
+
+    @property
+    def doubt(self) -> str:
+        """Why the measured times show no largest useful world; empty if they do."""
+        low, high = (end or math.inf for end in self.largest_interval)
+        noisy = "the noise of the measured times allows {} to {}".format(*map(_ranks, self.largest_interval))
+        return busy_cores(self.workload.queued_share) or noisy * (high > _MAX_UNCLEAR * low)
 
     def _heading(self) -> list[str]:
         work, net = self.workload, self.cluster
@@ -248,9 +244,10 @@ class ForecastReport:
         )
         hosts = "" if net.inner_link is None else f", {net.devices_per_host} devices per host over {net.inner_link}"
         when = f", reduction {self.reduction}" if self.reduction else ""
-        seconds = work.micro_batch.seconds(size), work.update_seconds
-        computing, update = (three_digits(1000 * time) for time in seconds)
-        one_rank = f"one rank: {computing} ms for {size} samples, {update} ms for the update"
+        computing, update = work.micro_batch.seconds(size), work.update_seconds
+        times = _interval(computing, [computing * end for end in work.micro_batch_interval])
+        updates = _interval(update, work.update_interval or (update, update))
+        one_rank = f"one rank: {times} for {size} samples, {updates} for the update"
         return [
             f"{self.strategy}{when}, {batch}",
             f"{one_rank}; {in_bytes(work.gradient_bytes)} of gradients in buckets of {in_bytes(work.bucket_bytes)}",
@@ -287,6 +284,15 @@ class ForecastReport:
         return lines
 
 
+def _ranks(number: int | None) -> str:
+    return "no limit found" if number is None else f"{number:,} rank{'s' * (number != 1)}"
+
+
+def _interval(seconds: float, ends: Sequence[float]) -> str:
+    low, high = (three_digits(1000 * end) for end in ends)
+    return f"{three_digits(1000 * seconds)} ms" + f" ({low} to {high})" * (low != high)
+
+
 def draw_forecast(report: ForecastReport, path: Path) -> None:
     """Draw two charts over the number of ranks: samples per second (predicted and ideal), and the parts of a step.
 
@@ -301,7 +307,7 @@ def draw_forecast(report: ForecastReport, path: Path) -> None:
     perfect = [alone * size for size in sizes]
     speed.plot(sizes, perfect, color=_FAINT, linestyle="--", linewidth=1, label="ideal (one rank times ranks)")
     speed.plot(sizes, [row.samples_per_second for row in report.rows], color=COLOURS[0], marker="o", label="forecast")
-    if report.largest_useful is not None and report.largest_useful <= sizes[-1]:
+    if report.largest_useful is not None and not report.doubt and report.largest_useful <= sizes[-1]:
         for axes in (speed, parts):
             axes.axvline(report.largest_useful, color=COLOURS[1], linewidth=1, linestyle=":")
         speed.plot([], [], color=COLOURS[1], linewidth=1, linestyle=":", label="largest useful world")

@@ -28,15 +28,12 @@ def rank_times(rank: int, **changed: Any) -> RankTimes:
     compute, waiting = changed.pop("compute", COMPUTE), changed.pop("waiting", 0.0)
     slowest = changed.pop("slowest", compute)
     reduction, four = changed.pop("reduction", MESSAGES), changed.pop("four_buckets", MESSAGES)
-    larger = changed.pop("larger", None)
     own = {"compute": compute, "update": UPDATE}
     kinds = {
         CURRENT: steps(slowest + UPDATE + reduction, **own),
         UNREDUCED: steps(compute + UPDATE, **own),
         "buckets 0": steps(slowest + UPDATE + four, **own),
     }
-    if larger is not None:
-        kinds["larger"] = steps(larger + UPDATE + reduction, compute=larger, update=UPDATE)
     alone: tuple[RankSeconds, ...] = ()
     if rank == 0:
         kinds[ALONE] = steps(2 * COMPUTE + UPDATE, compute=2 * COMPUTE, update=UPDATE)
@@ -51,7 +48,6 @@ def rank_times(rank: int, **changed: Any) -> RankTimes:
         "cuts": CUTS,
         "micro_batch_size": 4,
         "num_samples": 32,
-        "share": 16,
         "gradient_bytes": 1000,
         "device": "cpu",
     }

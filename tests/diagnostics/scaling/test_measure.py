@@ -99,7 +99,7 @@ def test_a_step_without_reduction_is_a_ranks_own_share(rank: int) -> None:
 
 
 def test_kinds_of_step(two_ranks: Ranks, tmp_path: Path) -> None:
-    """Both ranks return the same kinds of steps, equally often, with their messages and shares.
+    """Both ranks return the same kinds of steps, equally often, with their messages and samples.
 
     One rank prints each part before it starts.
     """
@@ -107,12 +107,11 @@ def test_kinds_of_step(two_ranks: Ranks, tmp_path: Path) -> None:
     asked = partial(measured, bucket_sizes=(1, 100, 10**6), on_progress=partial(note_in, told))
     found: list[RankTimes] = two_ranks.run(asked)[0]
 
-    assert [one.share for one in found] == [7, 7]
     first, second = found
-    kinds = {"current": 4, "unreduced": 0, "larger": 4, "buckets 1": 3, "buckets 2": 1}
+    kinds = {"current": 4, "unreduced": 0, "buckets 1": 3, "buckets 2": 1}
     assert {kind: first.steps[kind][0].num_messages for kind in kinds} == kinds
-    shares = {kind: first.steps[kind][0].num_samples for kind in ("current", "unreduced", "larger", "alone")}
-    assert shares == {"current": 7, "unreduced": 7, "larger": 7, "alone": NUM_SAMPLES}
+    shares = {kind: first.steps[kind][0].num_samples for kind in ("current", "unreduced", "alone")}
+    assert shares == {"current": 7, "unreduced": 7, "alone": NUM_SAMPLES}
     assert [cut.num_buckets for cut in first.cuts] == [4, 3, 1]
     assert set(first.steps) - set(second.steps) == {"alone"}
     assert len({len(steps) for steps in first.steps.values()}) == 1

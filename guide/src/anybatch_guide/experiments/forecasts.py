@@ -5,7 +5,7 @@ from typing import Any
 from anybatch.core.collectives import parse_link
 from anybatch.core.geometry import SecondsFit
 from anybatch.planner.forecast import forecast
-from anybatch.planner.forecast_report import Cluster, StrategyName, Workload
+from anybatch.planner.forecast_report import Cluster, ForecastReport, StrategyName, Workload
 from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
 
 LINKS = ("1Gbit,1ms", "10Gbit,50us", "100Gbit,10us", "400Gbit,5us")
@@ -46,13 +46,22 @@ def run(emit: Emit) -> Data:
         emit_progress(emit, done, len(LINKS), link)
         for strategy in STRATEGIES:
             report = forecast(workload(), cluster(link), world_size=MAX_RANKS, strategy=strategy)
-            forecasts.append({"link": link, "strategy": strategy, "scaling": "strong", **report.as_json()})
+            forecasts.append({"link": link, "strategy": strategy, "scaling": "strong", **_values(report)})
         for steps in STEPS:
             report = forecast(workload(steps=steps, effective=None), cluster(link), world_size=MAX_RANKS)
             forecasts.append(
-                {"link": link, "strategy": "all_reduce", "scaling": "weak", "steps": steps, **report.as_json()}
+                {"link": link, "strategy": "all_reduce", "scaling": "weak", "steps": steps, **_values(report)}
             )
     return {"inner_link": INNER_LINK, "devices_per_host": PER_HOST, "forecasts": forecasts}
+
+
+def _values(report: ForecastReport) -> Data:
+    """Return the values of a forecast, without the intervals of its times, which are exact here."""
+    values = report.as_json()
+    for name in ("micro_batch_interval", "update_interval", "queued_share"):
+        del values["workload"][name]
+    del values["largest_interval"]
+    return values
 
 
 EXPERIMENT = Experiment(

@@ -147,23 +147,14 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopReport:
-    """The report on a training loop.
+    """The report on a training loop."""
 
-    Attributes:
-        loop: name of the loop.
-        findings: faults, most important first; empty for a correct loop.
-        windows: the optimizer steps of two epochs.
-        accumulation_steps: the number given to the loop; if it has no such parameter, the number that it used.
-        num_ranks: number of ranks that ran the loop.
-        remarks: aspects that could not be judged, and why.
-    """
-
-    loop: str
-    findings: tuple[LoopFinding, ...]
-    windows: tuple[Window, ...]
-    accumulation_steps: int
-    num_ranks: int
-    remarks: tuple[str, ...] = ()
+    loop: str  # name of the loop
+    findings: tuple[LoopFinding, ...]  # faults, most important first; empty for a correct loop
+    windows: tuple[Window, ...]  # the optimizer steps of two epochs
+    accumulation_steps: int  # the number given to the loop; if it has no such parameter, the number that it used
+    num_ranks: int  # number of ranks that ran the loop
+    remarks: tuple[str, ...] = ()  # aspects that could not be judged, and why
 
     @property
     def verdict(self) -> LoopVerdict:
