@@ -432,6 +432,22 @@ def filters_samples(run: Run, windows: Any) -> None:
             run.accelerator.backward(window.scale(run.loss(fewer), fewer))
 
 
+def scales_twice(run: Run, windows: Any) -> None:
+    """Scale a loss again, to print it."""
+    for window in windows:
+        for batch in window.micro_batches(run.model):
+            loss = run.loss(batch)
+            run.accelerator.backward(window.scale(loss, batch))
+            window.scale(loss, batch)
+
+
+def scales_a_scaled_loss(run: Run, windows: Any) -> None:
+    """Scale the result of `scale`."""
+    for window in windows:
+        for batch in window.micro_batches(run.model):
+            window.scale(window.scale(run.loss(batch), batch), batch)
+
+
 def masks_labels(run: Run, windows: Any) -> None:
     """Change labels within the loop, so that the loss has other items than the loader's micro-batch."""
     for window in windows:
@@ -454,6 +470,8 @@ def masks_labels(run: Run, windows: Any) -> None:
         (never_clears_after_call, "leftover_gradients"),
         (scales_outside, "scale_outside"),
         (filters_samples, "other_micro_batch"),
+        (scales_twice, "scaled_twice"),
+        (scales_a_scaled_loss, "scaled_twice"),
         (masks_labels, "unknown_items"),
     ],
 )
@@ -510,7 +528,7 @@ def test_refused_accelerators(change: dict[str, Any], code: str) -> None:
 
 
 def test_refused_loaders() -> None:
-    """Loaders that skip batches, are read by one rank, or have no numbered samples are refused by code."""
+    """Loaders that skip batches, are read by one rank, or have no numbered samples or no step are refused by code."""
     run = Run(HEADS["BERT, classes"], dataloader_config=accelerate.DataLoaderConfiguration(dispatch_batches=True))
     with raises(UserError, "dispatch_batches"):
         run.windows()
@@ -524,10 +542,16 @@ def test_refused_loaders() -> None:
     run = Run(HEADS["BERT, classes"])
     with raises(UserError, "unsupported_trainer"):
         ab.windows(run.loader, run.accelerator, effective_batch_size=4)
+    with raises(UserError, "unsupported_trainer"):
+        ab.exact(run.accelerator)
     with raises(UserError, "start_beyond_epoch"):
         run.windows(start=4)
-    run.loader = DataLoader(Stream())
-    with raises(DataError, "iterable_data"):
+    for loader in (DataLoader(Stream()), run.accelerator.prepare(DataLoader(Stream()))):
+        run.loader = loader
+        with raises(DataError, "iterable_data"):  # also if Accelerate would read it on one rank
+            run.windows()
+    run.loader = DataLoader(range(4), batch_size=2, drop_last=True)  # type: ignore[arg-type]
+    with raises(DataError, "no_step"):
         run.windows()
 
 

@@ -135,8 +135,10 @@ def test_refusals() -> None:
     """Class weights, sums, means over padding, terms with other items, and losses across samples are refused."""
     batch = token_batch([3, 6])
     scores = torch.randn(2, 6, CLASSES, requires_grad=True)
+    weighted = F.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten(), torch.rand(CLASSES))
+    with raises(LossError, "class_weights"):
+        ItemCounter(None).observe(weighted, batch)
     losses = (
-        F.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten(), torch.rand(CLASSES)),
         scores.sum(),
         scores.mean(1)[:, :3].square().mean() + over_tokens(scores, batch),
         scores.prod(),

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from anybatch.errors import BatchSizeError, DataError, DoesNotFitError
-from anybatch.integrations.effective_batches import ShareLoader, World, share_loader
+from anybatch.integrations.loops import ShareLoader, World, share_loader
 from tests.raising import raises
 
 Ids = list[list[int]]
@@ -148,13 +148,19 @@ class Stream(IterableDataset[int]):
 
 
 def test_refusals() -> None:
-    """A stream, a batch sampler, a generator that cannot be resumed and sizes below 1 are refused by code."""
+    """A stream, other samplers, data without a step and sizes below 1 are refused by code."""
     with raises(DataError, "iterable_data"):
         share_loader(DataLoader(Stream()), 4, 1, World(0, 1), seed=0)
     with raises(DataError, "batch_sampler"):
         share_loader(DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]]), 4, 1, World(0, 1), seed=0)  # type: ignore[arg-type]
     with raises(DataError, "own_generator"):
         loader_of(4, shuffle=None, sampler=WeightedRandomSampler([1.0] * 4, 4, generator=torch.Generator()))
+    with raises(DataError, "distributed_sampler") as caught:
+        loader_of(4, shuffle=None, sampler=DistributedSampler(range(4), 2, 0))  # type: ignore[arg-type]
+    assert "ab.batches" not in str(caught.value)  # which a trainer cannot use
+    with raises(DataError, "no_step"):
+        loader_of(4, 5, drop_last=True)
+    assert len(loader_of(4, 5)) == len(loader_of(5, 5, drop_last=True)) == 1
     for size, micro in ((0, 1), (4, 0)):
         with pytest.raises(BatchSizeError):
             loader_of(4, size, micro)

@@ -500,6 +500,8 @@ def concatenated() -> Any:
             {"callback": partial(pl.callbacks.StochasticWeightAveraging, 0.1)},
         ),
         (UserError, "overfit_batches", Module, {"overfit_batches": 2}),
+        (UserError, "already_exact", Module, {"callback": partial(ab.exact, effective_batch_size=SIZE)}),
+        (DataError, "no_step", Module, {"data": partial(loader, drop_last=True), "size": NUM_SAMPLES + 1}),
         (DataError, "not_one_loader", Module, {"data": concatenated}),
         (DataError, "iterable_data", Module, {"data": lambda: DataLoader(Stream())}),
         (DataError, "batch_sampler", Module, {"data": lambda: DataLoader(samples(), batch_sampler=[[0], [1]])}),  # type: ignore[arg-type]
@@ -543,6 +545,19 @@ def test_refused_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
     with raises(UserError, "missing_package"):
         ab.exact(effective_batch_size=2)
+
+
+def test_a_trainer_of_transformers_refuses_the_callback(tmp_path: Path) -> None:
+    """A Trainer of transformers refuses the callback by code, when it is created or before its first step."""
+    hf = pytest.importorskip("transformers")
+    arguments = hf.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True)
+    callback = ab.exact(effective_batch_size=SIZE)
+    with raises(UserError, "not_lightning"):
+        hf.Trainer(nn.Linear(1, 1), arguments, callbacks=[callback])
+    trainer = hf.Trainer(nn.Linear(1, 1), arguments, train_dataset=[{"input": torch.zeros(1)}])
+    trainer.add_callback(callback)
+    with raises(UserError, "not_lightning"):
+        trainer.train()
 
 
 def test_a_trainer_can_be_used_again() -> None:

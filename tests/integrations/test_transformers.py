@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import anybatch as ab
 from anybatch.core.tensors import relative_error
 from anybatch.errors import LossError, UserError
 from anybatch.testing import run_ranks
-from tests.integrations.heads import HEADS, Head, Sample, classified, collate, hf, question
+from tests.integrations.heads import HEADS, WIDTH, Head, Sample, classified, collate, hf, question
 from tests.integrations.trainer_runs import Gradients, Run, join_ranks
 from tests.raising import raises, warns
 
@@ -277,6 +278,55 @@ def of_own_length(generator: torch.Generator, length: int) -> Sample:
     return {**question(generator, length), "input_ids": question(generator, length)["input_ids"][:length]}
 
 
+def with_vectors(generator: torch.Generator, length: int) -> Sample:
+    """Return a question as vectors."""
+    vectors = torch.randn(20, WIDTH, generator=generator).double()
+    return {"inputs_embeds": vectors, **positions(generator, length)}
+
+
+def with_pixels(generator: torch.Generator, length: int) -> Sample:
+    """Return a question about an image, whose answer is a range of its parts."""
+    return {"pixel_values": torch.randn(20, 4, generator=generator).double(), **positions(generator, length)}
+
+
+def positions(generator: torch.Generator, length: int) -> Sample:
+    """Return the first and last position of an answer."""
+    return {key: value for key, value in question(generator, length).items() if key != "input_ids"}
+
+
+class VisualAnswers(nn.Module):
+    """A model that answers a question about an image by two of its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(
+        self, pixel_values: torch.Tensor, start_positions: torch.Tensor, end_positions: torch.Tensor, **_: Any
+    ) -> dict[str, torch.Tensor]:
+        """Return the mean of two losses."""
+        first, last = self.layer(pixel_values).unbind(-1)
+        losses = map(nn.functional.cross_entropy, (first, last), (start_positions, end_positions))
+        return {"loss": sum(losses, torch.zeros((), dtype=first.dtype)) / 2}
+
+
+@pytest.mark.parametrize("size", [None, 13])
+def test_questions_without_text(size: int | None, tmp_path: Path) -> None:
+    """Answers are positions of vectors, or of an input whose length is unknown; then `count=` declares them valid."""
+    visual = Head(VisualAnswers, with_pixels)
+    with raises(LossError, "unknown_length"):
+        ab.exact(Run(visual, tmp_path).trainer, effective_batch_size=size).train()
+    for head, count in ((Head(HEADS["BERT, questions"].model, with_vectors), None), (visual, ab.samples())):
+        run = Run(head, tmp_path)
+        ab.exact(run.trainer, effective_batch_size=size, count=count).train()
+        assert run.worst_error(loss_of, run.effective_batches(size) if size else None) < BOUND
+
+
+def loss_of(model: nn.Module, batch: Sample) -> torch.Tensor:
+    """Return the loss in the output of a model."""
+    return model(**batch)["loss"]  # type: ignore[no-any-return]
+
+
 class InBatchLoss(nn.Module):
     """A model that compares the samples of a batch with each other."""
 
@@ -303,11 +353,11 @@ class InBatchLoss(nn.Module):
 )
 def test_refusals(head: Head, options: dict[str, Any], error: type[UserError], code: str, tmp_path: Path) -> None:
     """What cannot be exact is refused by name, at the latest before the first update."""
-    run = Run(head, tmp_path, **options)
-
-    with raises(error, code):
-        ab.exact(run.trainer).train()
-    assert not run.steps
+    for size in (None, 13):
+        run = Run(head, tmp_path, **options)
+        with raises(error, code):
+            ab.exact(run.trainer, effective_batch_size=size).train()
+        assert not run.steps
 
 
 def test_other_objects_and_second_calls(tmp_path: Path) -> None:
@@ -342,6 +392,46 @@ def segmented(generator: torch.Generator, length: int) -> Sample:
 def num_pixels(batch: Any) -> torch.Tensor:
     """Return the number of pixels that count."""
     return (batch["labels"] != 255).sum()  # type: ignore[no-any-return]
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host waits for a number of a tensor."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count a read, and run the operator."""
+        self.number += func is torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 (the operator of `item()`)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("size", [None, 13])
+def test_segmentation(size: int | None, tmp_path: Path) -> None:
+    """Pixels of class 255 do not count, and no step but the first waits for a number of the device."""
+    run = Run(Head(Segmenter, segmented), tmp_path, max_steps=3)
+    with raises(LossError, "unknown_items"):
+        ab.exact(Run(Head(Segmenter, segmented), tmp_path).trainer, effective_batch_size=size).train()
+    trainer = ab.exact(run.trainer, effective_batch_size=size, count=ab.tokens(ignore_index=255, shift=False))
+    reads: dict[str, list[int]] = {"get_batch_samples": [], "compute_loss": []}
+
+    def watched(name: str, method: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            with Reads() as mode:  # type: ignore[no-untyped-call]
+                found = method(*args, **options)
+            reads[name].append(mode.number)
+            return found
+
+        return call
+
+    for name in reads:
+        setattr(trainer, name, watched(name, getattr(trainer, name)))
+    trainer.train()
+
+    windows = run.effective_batches(size) if size else run.windows()
+    assert run.worst_error(loss_of, windows) < BOUND
+    if size is not None:  # the collate function of the tests reads the number of each sample, otherwise in advance
+        assert reads["get_batch_samples"][1:] == [len(window) for window in windows[1:]]
+    assert reads["compute_loss"] == [0] * (10 if size is None else 11)  # micro-batches of at most 3 samples
 
 
 class Normalized(Segmenter):

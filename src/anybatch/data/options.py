@@ -99,7 +99,7 @@ def check_sampler_order(sampler: Any, generator: torch.Generator | None = None) 
     """Raise a `DataError` if a sampler divides samples over ranks, or if a resumed run cannot repeat its order."""
     if isinstance(sampler, DistributedSampler):
         message = (
-            "sampler is a DistributedSampler, but ab.batches divides each batch over the ranks, so samples would be "
+            "sampler is a DistributedSampler, but anybatch divides each batch over the ranks, so samples would be "
             "lost. Leave it out; shuffle=True gives each epoch a new order."
         )
         raise DataError(message, code="distributed_sampler")

@@ -3,11 +3,10 @@
 Each library has a module of its own, which is imported when a trainer of that library is given.
 """
 
-from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
-from anybatch.core.loss_kinds import Term
 from anybatch.errors import UserError
+from anybatch.integrations.loops import Count
 from anybatch.integrations.sentence_transformers import Joint
 
 __all__ = ["Joint", "exact"]
@@ -16,20 +15,14 @@ Trainer = TypeVar("Trainer")
 
 
 @overload
-def exact(
-    trainer: Trainer, *, effective_batch_size: int | None = None, count: Term | Callable[[Any], Any] | None = None
-) -> Trainer: ...
+def exact(trainer: Trainer, *, effective_batch_size: int | None = None, count: Count = None) -> Trainer: ...
 
 
 @overload
-def exact(
-    trainer: None = None, *, effective_batch_size: int | None = None, count: Term | Callable[[Any], Any] | None = None
-) -> Any: ...
+def exact(trainer: None = None, *, effective_batch_size: int | None = None, count: Count = None) -> Any: ...
 
 
-def exact(
-    trainer: Any = None, *, effective_batch_size: int | None = None, count: Term | Callable[[Any], Any] | None = None
-) -> Any:
+def exact(trainer: Any = None, *, effective_batch_size: int | None = None, count: Count = None) -> Any:
     """Make every optimizer step of a trainer use the gradient of all its micro-batches as one batch.
 
     Supported: transformers' `Trainer` and its subclasses, such as TRL's `SFTTrainer`. The trainer keeps its data, loop,
@@ -40,7 +33,7 @@ def exact(
         trainer.train()
 
     With `effective_batch_size`, a step of the trainer is one effective batch: epochs, `max_steps`, logs, callbacks and
-    checkpoints count such steps. The last step of an epoch has the remaining samples, and no sample is repeated.
+    checkpoints count such steps. The last step of an epoch has the remaining samples (none with `drop_last`).
     `per_device_train_batch_size` is the maximum size of a micro-batch; after an out-of-memory error on any rank, all
     ranks repeat the step with half the size. `gradient_accumulation_steps` becomes 1, and callbacks' `on_substep_end`
     is not called. The order of samples depends on `data_seed` (or `seed`), so a run resumes on any number of ranks.
@@ -65,7 +58,8 @@ def exact(
     Raises:
         UserError: the trainer's library is not supported, or one of its options makes an exact step impossible.
         LossError: in the first step, if the loss is no sum or mean over items that can be counted.
-        DataError: in `train()`, if `effective_batch_size` is given for an iterable data set or a custom batch sampler.
+        DataError: in `train()`, if `effective_batch_size` is given for an iterable data set or a custom batch sampler,
+            or if the loader drops all samples.
         DoesNotFitError: in `train()`, if a single sample does not fit into memory.
     """
     if trainer is None:
@@ -77,13 +71,13 @@ def exact(
         return trainer
     message = (
         f"ab.exact(trainer) takes a Trainer of transformers or a subclass, such as TRL's SFTTrainer, not "
-        f"{type(trainer).__name__}. For Lightning, pass Trainer(callbacks=[ab.exact(effective_batch_size=...)]); in a "
-        "loop of your own, use ab.Engine."
+        f"{type(trainer).__name__}. For Lightning, pass Trainer(callbacks=[ab.exact(effective_batch_size=...)]); for "
+        "Accelerate, call ab.windows(accelerator, loader, ...); in a loop of your own, use ab.Engine."
     )
     raise UserError(message, code="unsupported_trainer")
 
 
-def _lightning_callback(effective_batch_size: int | None, count: Term | Callable[[Any], Any] | None) -> object:
+def _lightning_callback(effective_batch_size: int | None, count: Count) -> object:
     if effective_batch_size is None:
         message = (
             "ab.exact() needs a trainer, or the effective batch size for a callback of Lightning: "
@@ -93,6 +87,9 @@ def _lightning_callback(effective_batch_size: int | None, count: Term | Callable
     try:
         from anybatch.integrations.lightning import ExactSteps  # noqa: PLC0415 (imported only when used)
     except ModuleNotFoundError as error:
-        message = f"{error}. ab.exact without a trainer is for Lightning: pip install 'anybatch[lightning]'."
+        message = (
+            f"{error}. ab.exact without a trainer is for Lightning: pip install 'anybatch[lightning]'. For "
+            "transformers' Trainer, call ab.exact(trainer, ...)."
+        )
         raise UserError(message, code="missing_package") from error
     return ExactSteps(effective_batch_size, count)

@@ -2,12 +2,11 @@
 
 The script keeps its model, loss, optimizer, scheduler and its calls of the accelerator. A window is one effective
 batch. `accelerator.sync_gradients` is True only for its last micro-batch, so the optimizer and the scheduler act once.
-
-Private name of Accelerate, present in 1.14 and 1.15: `Accelerator._schedulers`. Two methods of the accelerator, which
-clip gradients, are replaced on the object while windows are iterated, because Accelerate clips in every micro-batch.
+Private names, and methods that are replaced: decision 0086.
 """
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,13 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from anybatch.core.geometry import ceil_div, checked_int
-from anybatch.core.loss_kinds import Term
 from anybatch.core.torch_internals import num_changes, uncompiled
 from anybatch.core.tree import tensors_of
 from anybatch.errors import UserError, warn_user
+from anybatch.integrations import loops
 from anybatch.integrations.divisor import ItemCounter, StepItems
-from anybatch.integrations.effective_batches import Share, ShareLoader, World, share_loader, upper_limit
-from anybatch.integrations.host_step import HostStep, refuse, replaced
+from anybatch.integrations.loops import Count, HostStep, Share, ShareLoader, World, share_loader
 
 NUM_CHECKED_WINDOWS = 2
 """Windows that must begin without gradients; the check waits for the device if the gradients are zeros."""
@@ -42,6 +40,7 @@ WRONG_LOOPS = MappingProxyType(
         "pass the current micro-batch, and filter samples in the data set",
         "accumulate_inside": "the loop has changed accelerator.sync_gradients, so the optimizer would act too early: "
         "remove accelerator.accumulate()",
+        "scaled_twice": "window.scale() has scaled this loss before, and would count it twice: keep its result",
         "not_scaled": "a micro-batch ended without window.scale(), so its loss has a wrong weight: call "
         "accelerator.backward(window.scale(loss, batch)) in every micro-batch",
         "incomplete_window": "the loop left window.micro_batches() before the last micro-batch, so the gradient is "
@@ -63,14 +62,14 @@ def windows(
     loader: DataLoader[Any],
     *,
     effective_batch_size: int,
-    count: Term | Callable[[Any], Any] | None = None,
+    count: Count = None,
     epoch: int = 0,
     seed: int = 0,
     start: int = 0,
 ) -> "Windows":
     """Return the effective batches of an epoch, as windows of micro-batches, for a script of Accelerate.
 
-    Each sample is used once, by one rank, and the last window has the remaining samples. Two forms:
+    Each sample is used once, by one rank; the last window has the remaining samples (none with `drop_last`). Two forms:
 
         for window in ab.windows(accelerator, loader, effective_batch_size=512, epoch=epoch):
             for batch in window.micro_batches(model):
@@ -101,10 +100,11 @@ def windows(
         LossError: in the first windows, if the loss does not show which items it averages over.
         DoesNotFitError: in `window.backward`, if a single sample does not fit into memory.
     """
-    _refuse(accelerator, loader)
-    ranks, size = accelerator.num_processes, upper_limit(loader)
+    _refuse_types(accelerator, loader)
+    ranks, size = accelerator.num_processes, loops.upper_limit(loader)
     size = vars(loader).get(HALVED, ceil_div(size, ranks) if accelerator.split_batches else size)
     shares = share_loader(loader, effective_batch_size, size, World(accelerator.process_index, ranks), seed=seed)
+    _refuse_options(accelerator, loader)  # after the data set, which decides how the loader is prepared
     shares.set_epoch(checked_int("epoch", epoch, minimum=0))
     if checked_int("start", start, minimum=0) > len(shares):
         message = f"start={start}, but the epoch has {len(shares)} windows: pass the windows since its beginning."
@@ -133,10 +133,7 @@ class Windows:
         finished = self.memory.setdefault("_anybatch_epochs", set())
         if self._order in finished:
             seed, epoch = self._order
-            message = (
-                f"this loader's epoch {epoch} with seed {seed} has been used before, so the order of samples repeats. "
-                "Pass the number of the epoch: ab.windows(..., epoch=epoch)."
-            )
+            message = f"epoch {epoch} with seed {seed} was used before: pass ab.windows(..., epoch=) for another order."
             warn_user(message, "same_epoch")
         # Accelerate's function also works for loaders that it has not prepared.
         skip, data = import_module("accelerate").skip_first_batches, self.shares.dataset
@@ -162,12 +159,12 @@ class Windows:
 
 @dataclass
 class _MicroBatch:
-    """A micro-batch as it was loaded; `num_losses` is the number of losses scaled so far."""
+    """A micro-batch as it was loaded, and the losses scaled so far, each before and after."""
 
     batch: Any
     weight: float
     is_last: bool = False
-    num_losses: int = 0
+    losses: list[tuple[weakref.ref[Tensor], ...]] = field(default_factory=list)  # whose graphs are not kept alive
 
 
 class Window:
@@ -221,13 +218,15 @@ class Window:
         rows, found = ({len(tensor) for tensor in tensors_of(tree) if tensor.dim()} for tree in (current.batch, batch))
         if rows and found and not rows & found:
             _refuse_loop("other_micro_batch")
-        if not current.num_losses:
+        if any(known() is loss for pair in current.losses for known in pair):
+            _refuse_loop("scaled_twice")
+        if not current.losses:
             if self._accelerator.sync_gradients is not current.is_last:
                 _refuse_loop("accumulate_inside")
             self._guard.begin_backward(is_early=self._is_early)
-        items = self._items_of((self._num_passes, current.num_losses), lambda: None)
-        current.num_losses += 1
+        items = self._items_of((self._num_passes, len(current.losses)), lambda: None)
         scaled, _ = items.weighted(loss, current.batch, current.weight)
+        current.losses.append((weakref.ref(loss), weakref.ref(scaled)))
         self._total = self._total + scaled.detach()
         return scaled
 
@@ -283,7 +282,7 @@ class Window:
         self._guard = _Guard(models)
 
     def _check_scaled(self) -> None:
-        if self._current is not None and not self._current.num_losses:
+        if self._current is not None and not self._current.losses:
             _refuse_loop("not_scaled")
 
     def _items_of(self, key: tuple[int, int], check_other_ranks: Callable[[], None]) -> StepItems:
@@ -356,26 +355,26 @@ def _one_step_per_window(accelerator: Any) -> Iterator[None]:
     for scheduler in accelerator._schedulers:  # noqa: SLF001
         scheduler.split_batches = True
     try:
-        with replaced(accelerator, **{name: on_last(getattr(accelerator, name)) for name in CLIPPING}):
+        with loops.replaced(accelerator, **{name: on_last(getattr(accelerator, name)) for name in CLIPPING}):
             yield
     finally:
         accelerator.gradient_accumulation_steps = steps
         accelerator.sync_gradients = True
 
 
-def _refuse(accelerator: Any, loader: Any) -> None:
+def _refuse_types(accelerator: Any, loader: Any) -> None:
     is_accelerator = any(kind.__module__ == "accelerate.accelerator" for kind in type(accelerator).__mro__)
     if not is_accelerator or not isinstance(loader, DataLoader):
         message = (
             "ab.windows(accelerator, loader) takes an Accelerator and a DataLoader, not "
-            f"{type(accelerator).__name__} and {type(loader).__name__}."
+            f"{type(accelerator).__name__} and {type(loader).__name__}. For a Trainer, call ab.exact(trainer, ...)."
         )
         raise UserError(message, code="unsupported_trainer")
+
+
+def _refuse_options(accelerator: Any, loader: Any) -> None:
     kind, config = accelerator.distributed_type.value, accelerator.parallelism_config
     is_dispatched = isinstance(loader, import_module("accelerate.data_loader").DataLoaderDispatcher)
-    wrappers: list[Any] = [loader, loader.batch_sampler]
-    while hasattr(wrappers[-1], "batch_sampler"):
-        wrappers.append(wrappers[-1].batch_sampler)
     reasons = {
         "deepspeed": "DeepSpeed sums the gradients itself: use DDP or FSDP2" * (kind == "DEEPSPEED"),
         "megatron": "Megatron-LM runs the step itself: use DDP or FSDP2" * (kind == "MEGATRON_LM"),
@@ -386,6 +385,6 @@ def _refuse(accelerator: Any, loader: Any) -> None:
         "dispatch_batches": "every rank loads its own samples: set dispatch_batches=False"
         * bool(accelerator.dispatch_batches or is_dispatched),
         "skipped_batches": "the loader skips batches, not windows: pass the original loader, and start="
-        * any(getattr(wrapper, "skip_batches", 0) for wrapper in wrappers),
+        * any(getattr(wrapper, "skip_batches", 0) for wrapper in [loader, *loops.batch_samplers(loader)]),
     }
-    refuse("ab.windows", reasons)
+    loops.refuse("ab.windows", reasons)

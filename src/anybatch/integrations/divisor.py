@@ -14,12 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from anybatch.core.loss_kinds import Term
 from anybatch.core.tensors import widest_dtype
 from anybatch.core.tree import tensors_of
 from anybatch.errors import LossError
-from anybatch.integrations.effective_batches import Share
-from anybatch.integrations.host_step import gather_objects
+from anybatch.integrations.loops import Count, Share, gather_objects
 from anybatch.integrations.probe import Batch, candidates, count_of, counts_for
 
 MEAN = 1  # of `_saved_reduction`
@@ -33,7 +31,7 @@ RESHAPING = ("ViewBackward", "ReshapeAliasBackward", "SqueezeBackward", "ToCopyB
 class ItemCounter:
     """Counts the items of a micro-batch over which a loss averages: as declared, or as found in the first losses."""
 
-    def __init__(self, count: Term | Callable[[Any], Any] | None) -> None:
+    def __init__(self, count: Count) -> None:
         self.items = "" if count is None else "items counted by count="
         self.is_found = count is not None
         self._count = count_of(count)
@@ -210,8 +208,8 @@ def _saved(node: Node) -> Callable[[str], Any]:
 def _refuse_unlike_means(saved: Callable[[str], Any], batch: Any) -> None:
     """Refuse a cross entropy with class weights, or between the samples of a micro-batch."""
     if saved("weight") is not None:
-        message = "it weights classes, so it divides by the weights of the targets"
-        raise _unknown(message)
+        message = "the loss divides by class weights: count them, count=lambda batch: weights[batch['labels']].sum()."
+        raise LossError(message, code="class_weights")
     scores, targets = saved("self"), saved("target")
     if scores.dim() != 2 or len(scores) < 2:  # noqa: PLR2004 (samples and classes)
         return

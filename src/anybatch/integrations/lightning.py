@@ -2,12 +2,7 @@
 
 The callback replaces two methods of the fit loop: one that returns the training loader, and one that makes the closure
 of the optimizer, which now runs all micro-batches. Lightning keeps the loop, optimizer, clipping, precision,
-schedulers, logs, validation and checkpoints, and the user's module is not changed.
-
-Private names that are used, all present in Lightning 2.5 and 2.6: `_data_source` of the fit loop; `_make_closure`,
-`_training_step`, `_make_zero_grad_fn` and `_make_backward_fn` of its `automatic_optimization`;
-`LightningModule._on_before_batch_transfer`; `Trainer._results`, which `self.log` fills; `_update_count` and `_computed`
-of metrics.
+schedulers, logs, validation and checkpoints, and the user's module is not changed. Private names: decision 0087.
 """
 
 import dataclasses
@@ -24,11 +19,10 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from anybatch.core.geometry import checked_int
-from anybatch.core.loss_kinds import Term
 from anybatch.errors import BatchSizeError, DataError, LossError, UserError
+from anybatch.integrations import loops
 from anybatch.integrations.divisor import ItemCounter, StepItems
-from anybatch.integrations.effective_batches import Share, World, share_loader, upper_limit
-from anybatch.integrations.host_step import HostStep, copied_state, fsdp_no_sync, print_line, refuse, replaced
+from anybatch.integrations.loops import Count, HostStep, Share, World, share_loader
 
 VERSIONS = ("2.5.", "2.6.")
 
@@ -41,7 +35,7 @@ class ExactSteps(pl.Callback):  # type: ignore[misc]
         count: the items over which the loss averages, or None to find them.
     """
 
-    def __init__(self, effective_batch_size: int, count: Term | Callable[[Any], Any] | None) -> None:
+    def __init__(self, effective_batch_size: int, count: Count) -> None:
         if not pl.__version__.startswith(VERSIONS):
             message = f"ab.exact does not support lightning {pl.__version__}: install lightning 2.6."
             raise UserError(message, code="lightning_version")
@@ -65,7 +59,7 @@ class ExactSteps(pl.Callback):  # type: ignore[misc]
         strategy = trainer.strategy
         no_sync = getattr(strategy, "block_backward_sync", nullcontext)
         if isinstance(strategy, pl.strategies.ModelParallelStrategy):
-            no_sync = partial(fsdp_no_sync, strategy.model)
+            no_sync = partial(loops.fsdp_no_sync, strategy.model)
         self._host_step = HostStep(strategy.model, strategy.root_device, no_sync)
         steps = _Steps(self, trainer, pl_module, self._host_step)
         steps.automatic._make_closure = steps.make_closure  # noqa: SLF001
@@ -85,9 +79,11 @@ class ExactSteps(pl.Callback):  # type: ignore[misc]
             vars(trainer.fit_loop._data_source).pop("dataloader")  # noqa: SLF001
             vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop("_make_closure")
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the numbers that decide the samples of each step, for a checkpoint."""
-        return {} if self.loader is None else {"seed": self.seed, **self.loader.geometry}
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Save the numbers that decide the samples of each step; Lightning limits a `state_dict` to one callback."""
+        del trainer, pl_module
+        if self.loader is not None:
+            checkpoint["callbacks"][self.state_key] = {"seed": self.seed, **self.loader.geometry}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Continue with the order of the samples in a checkpoint."""
@@ -95,6 +91,13 @@ class ExactSteps(pl.Callback):  # type: ignore[misc]
         self.seed = self.saved.pop("seed")
         if self.loader is not None:
             self.loader.build()
+
+    def on_init_end(self, *_: Any, **__: Any) -> None:
+        """Refuse transformers' Trainer, which calls this and, for a callback that was added later, `on_train_begin`."""
+        message = "this is a callback for Lightning. For transformers' Trainer, call ab.exact(trainer, ...) instead."
+        raise UserError(message, code="not_lightning")
+
+    on_train_begin = on_init_end
 
 
 class _Loader:
@@ -116,7 +119,7 @@ class _Loader:
 
     def build(self) -> None:
         """Create the loader of shares, and once more when a checkpoint has set the seed."""
-        size, options = upper_limit(self._user_loader), self._callback
+        size, options = loops.upper_limit(self._user_loader), self._callback
         world = World(self._trainer.global_rank, self._trainer.world_size)
         self._loader = share_loader(self._user_loader, options.effective_batch_size, size, world, seed=options.seed)
         self.shares: Any = self._loader.dataset
@@ -175,7 +178,7 @@ class _Steps:
         results = trainer._results  # noqa: SLF001
         self.automatic._make_zero_grad_fn(batch_idx, optimizer)()  # noqa: SLF001
         step = _Step(self, kwargs, loader.share, self.automatic._make_backward_fn(optimizer))  # noqa: SLF001
-        with replaced(results, log=step.log.collect):
+        with loops.replaced(results, log=step.log.collect):
             total = self.host_step.run(loader.share, loader.shares, step.run_micro_batch, step.undo)
         result, num_items = step.result(), step.items.total
         step.log.write(results.log, None if num_items is None else num_items / trainer.world_size)
@@ -189,7 +192,8 @@ class _Steps:
         return dataclasses.replace(result, closure_loss=trainer.strategy.reduce(total, reduce_op="mean"))
 
     def _print(self, line: str) -> None:
-        print_line(line, is_first_rank=self.trainer.is_global_zero)
+        if self.trainer.is_global_zero:
+            print(f"anybatch: {line}", flush=True)  # noqa: T201 (for the user)
 
     def transferred(self, batch: Any) -> Any:
         """Return a micro-batch on the device, after the hooks that Lightning calls for a batch."""
@@ -284,11 +288,11 @@ class _StepLog:
 
 def _restoring(metrics: list[Metric]) -> Callable[[], None]:
     """Return a function that gives metrics the state that they have now."""
-    states = [(metric, copied_state(metric.metric_state), metric._update_count) for metric in metrics]  # noqa: SLF001
+    states = [(metric, loops.copied_state(metric.metric_state), metric._update_count) for metric in metrics]  # noqa: SLF001
 
     def restore() -> None:
         for metric, state, update_count in states:
-            vars(metric).update(copied_state(state), _update_count=update_count, _computed=None)
+            vars(metric).update(loops.copied_state(state), _update_count=update_count, _computed=None)
 
     return restore
 
@@ -311,9 +315,10 @@ def _refuse(trainer: Any, module: Any) -> None:
     is_known = isinstance(strategy, (known.SingleDeviceStrategy, known.DDPStrategy, known.ModelParallelStrategy))
     is_other = not is_known or strategy.handles_gradient_accumulation or strategy.root_device.type == "xla"
     changing = ("GradientAccumulationScheduler", "BatchSizeFinder", "StochasticWeightAveraging")
-    names = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
+    names = [kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__]
     replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", ranks)
     reasons = {
+        "already_exact": "the trainer has several callbacks of ab.exact. Keep one" * (names.count("ExactSteps") > 1),
         "manual_optimization": "the module optimizes manually. Step an ab.Engine in training_step, see "
         "docs/your_loop.md#inside-lightning" * (not module.automatic_optimization),
         "dataloader_iter": "training_step loads its own batches. Let it take a batch instead of dataloader_iter"
@@ -323,8 +328,8 @@ def _refuse(trainer: Any, module: Any) -> None:
         "tensor_parallel": f"{ranks} ranks have {replicas} copies of the model, so several ranks have the same "
         "samples. Use ModelParallelStrategy(tensor_parallel_size=1)" * (replicas != ranks),
         "accumulation_callback": f"{', '.join(changing)} change the size of a step. Remove them; after an "
-        "out-of-memory error, micro-batches are halved automatically" * bool(names.intersection(changing)),
+        "out-of-memory error, micro-batches are halved automatically" * bool(set(names).intersection(changing)),
         "overfit_batches": "overfit_batches changes the order of samples. Use limit_train_batches without shuffling"
         * bool(trainer.overfit_batches),
     }
-    refuse("ab.exact", reasons)
+    loops.refuse("ab.exact", reasons)

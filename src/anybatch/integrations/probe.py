@@ -131,8 +131,8 @@ def find_reduction(
     message = (
         f"cannot find out which items the loss averages over: {reason}. If it is a mean over items, name them: "
         "ab.exact(trainer, count=ab.tokens(shift=False)), ab.samples(), or a function that returns their number in a "
-        "micro-batch. A loss that compares samples with each other, or weights them, cannot be made exact this way; "
-        "for losses of sentence-transformers there is anybatch.integrations.Joint."
+        "micro-batch; with class weights: count=lambda batch: weights[batch['labels']].sum(). A loss that compares "
+        "samples cannot be made exact this way; for sentence-transformers there is anybatch.integrations.Joint."
     )
     raise LossError(message, code="unknown_items")
 

@@ -17,7 +17,7 @@ from anybatch.core.geometry import checked_int
 from anybatch.core.torch_internals import BufferKeeper, kept_buffers
 from anybatch.core.tree import copied
 from anybatch.errors import BatchSizeError, UserError
-from anybatch.integrations.host_step import gather_objects, reduce_gradients
+from anybatch.integrations.loops import gather_objects, reduce_gradients
 
 Item = tuple[int, dict[str, Any]]  # the seed of a micro-batch, and its features of one column
 

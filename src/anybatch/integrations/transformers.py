@@ -1,12 +1,7 @@
 """transformers' `Trainer` and its subclasses: one divisor for all micro-batches of a step, on all ranks.
 
-The trainer calls `get_batch_samples` for the micro-batches of a step and their number of items, and `compute_loss` for
-each micro-batch. Both are replaced on the trainer object, so that subclasses of any kind keep their own methods, and
-nothing is changed for other trainers. Evaluation is passed on unchanged.
-
-With an effective batch size, `get_train_dataloader` returns effective batches, so each batch of the trainer's loop is a
-step, and `training_step` runs its micro-batches with the trainer's own `training_step`. The only private name used is
-`_track_num_input_tokens`; TRL's metrics are the attributes `_metrics...` and `_total...`.
+Methods are replaced on the trainer object, so that subclasses of any kind keep their own: decision 0085.
+TRL's metrics are the attributes `_metrics...` and `_total...`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,34 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from anybatch.core.geometry import ceil_div, checked_int
-from anybatch.core.loss_kinds import Term
 from anybatch.core.splitting import SplitOptions, plan_batch
 from anybatch.core.tree import map_tensors, tensors_of
 from anybatch.data.loading import UnitKey
 from anybatch.engine.evaluation import evaluation_mode
-from anybatch.errors import BatchSizeError, DataError, LossError, UserError
+from anybatch.errors import BatchSizeError, LossError, UserError
+from anybatch.integrations import loops, probe
 from anybatch.integrations.divisor import findings_of_ranks, num_items, total_items, weighted_mean
-from anybatch.integrations.effective_batches import Share, ShareLoader, World, itself, share_loader
-from anybatch.integrations.host_step import (
-    HostStep,
-    copied_state,
-    fsdp_no_sync,
-    gather_ragged,
-    print_line,
-    refuse,
-    replaced,
-    warn_batch_norms,
-)
-from anybatch.integrations.probe import (
-    MAX_ROWS,
-    Batch,
-    Reduction,
-    count_of,
-    counts_for,
-    divides,
-    find_reduction,
-    num_rows,
-)
+from anybatch.integrations.loops import Count, HostStep, Share, ShareLoader, World, itself, share_loader
+from anybatch.integrations.probe import MAX_ROWS, Batch, Reduction
 
 MIN_SAMPLES = 5
 ALONE = "Without ab.exact the"
@@ -55,14 +31,14 @@ STATE = "anybatch"  # key of the trainer's state
 QA_POSITIONS = ("start_positions", "end_positions")
 
 
-def make_exact(trainer: Any, count: Term | Callable[[Batch], Any] | None, effective_batch_size: int | None) -> None:
+def make_exact(trainer: Any, count: Count, effective_batch_size: int | None) -> None:
     """Replace the methods of a trainer that count items, compute losses and, with an effective batch size, load it."""
-    refuse("ab.exact", _reasons(trainer, effective_batch_size))
+    loops.refuse("ab.exact", _reasons(trainer, effective_batch_size))
     if effective_batch_size is None:
         exact = _ExactLoss(trainer, count)
     else:
         checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
-        refuse("ab.exact", _reasons_for_batches(trainer))
+        loops.refuse("ab.exact", _reasons_for_batches(trainer))
         exact = _EffectiveBatches(trainer, count, effective_batch_size)
     for name in exact.host:
         setattr(trainer, name, getattr(exact, name))
@@ -113,10 +89,11 @@ class _ExactLoss:
 
     replaced: tuple[str, ...] = ("get_batch_samples", "compute_loss")
 
-    def __init__(self, trainer: Any, count: Term | Callable[[Batch], Any] | None) -> None:
+    def __init__(self, trainer: Any, count: Count) -> None:
         self._trainer = trainer
-        self._is_count_given, self._count = count is not None, count_of(count)
+        self._is_count_given, self._count = count is not None, probe.count_of(count)
         self.host = {name: getattr(trainer, name) for name in self.replaced}
+        self._refuse = partial(_refuse_ignored_positions, is_count_given=self._is_count_given)
         self._labels = (trainer.label_names or ["labels"])[0]
         self._probed_model: Any = None
         self._reduction = Reduction(divides=False, items="samples")
@@ -127,25 +104,22 @@ class _ExactLoss:
     ) -> tuple[list[Any], Any]:
         """Return the micro-batches of a step, and their number of items on all ranks: a tensor of one element."""
         window, host_count = self.host["get_batch_samples"](epoch_iterator, num_batches, device)
-        is_new = self._is_new
+        is_new = self._trainer.model is not self._probed_model
         if is_new:
-            warn_batch_norms(self._trainer.model.train())  # as `training_step` will
+            loops.warn_batch_norms(self._trainer.model.train())  # as `training_step` will
             self._find_reduction(window[0] if window else None)
         total = self._num_items([(batch, 1.0) for batch in window], device)
         if is_new:
             self._print(self._found(len(window), host_count, total))
         return window, total
 
-    @property
-    def _is_new(self) -> bool:
-        return self._trainer.model is not self._probed_model
-
     def _num_items(self, pairs: Sequence[tuple[Batch, float]], device: torch.device) -> Tensor:
-        _refuse_ignored_positions([batch for batch, weight in pairs if weight])
+        self._refuse([batch for batch, weight in pairs if weight])
         return total_items(self._count, pairs, device)
 
     def _print(self, line: str) -> None:
-        print_line(line, is_first_rank=self._trainer.is_world_process_zero())
+        if self._trainer.is_world_process_zero():
+            print(f"anybatch: {line}", flush=True)  # noqa: T201 (for the user)
 
     def compute_loss(
         self,
@@ -179,13 +153,15 @@ class _ExactLoss:
             raise LossError(message, code="unknown_items")
         self._reduction = kinds[0] if kinds else self._reduction
         if not self._is_count_given:
-            self._count = counts_for(self._labels).get(self._reduction.items, num_rows)
+            self._count = probe.counts_for(self._labels).get(self._reduction.items, probe.num_rows)
         self._probed_model = self._trainer.model
 
     def _probe(self, batch: Batch) -> Reduction:
         trainer = self._trainer
         send_to_device = import_module("accelerate.utils").send_to_device  # the trainer has imported it
         module = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+
+        self._refuse([batch])
 
         def loss(part: Batch, divisor: Tensor | None) -> float:
             torch.manual_seed(0)  # a model that draws masks has the same loss for the same samples
@@ -195,13 +171,13 @@ class _ExactLoss:
 
         with _undisturbed(trainer, module):
             collated = _collated(trainer)
-            rows = batch if num_rows(batch) > 1 or collated is None else collated([0, 1])
+            rows = batch if probe.num_rows(batch) > 1 or collated is None else collated([0, 1])
             if self._is_count_given:
                 factor = trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1
-                is_divided = divides(loss, rows)
+                is_divided = probe.divides(loss, rows)
                 return Reduction(is_divided, "items counted by count=", float(factor if is_divided else 1))
             num_classes = getattr(getattr(module, "config", None), "num_labels", 2)
-            return find_reduction(loss, rows, self._labels, num_classes, collated, module=module)
+            return probe.find_reduction(loss, rows, self._labels, num_classes, collated, module=module)
 
     def _found(self, num_micro_batches: int, host_count: Any, total: Tensor) -> str:
         """Return what was found, and what the trainer alone would have done with that many micro-batches."""
@@ -232,7 +208,7 @@ class _EffectiveBatches(_ExactLoss):
         "_track_num_input_tokens",
     )
 
-    def __init__(self, trainer: Any, count: Term | Callable[[Batch], Any] | None, effective_batch_size: int) -> None:
+    def __init__(self, trainer: Any, count: Count, effective_batch_size: int) -> None:
         super().__init__(trainer, count)
         args = trainer.args
         self._size = effective_batch_size
@@ -254,12 +230,6 @@ class _EffectiveBatches(_ExactLoss):
         size = args.per_device_train_batch_size if self._shares is None else self._shares.micro_batch_size
         seed = args.seed if args.data_seed is None else args.data_seed
         loader = share_loader(self.host["get_train_dataloader"](), self._size, size, self._world, seed=seed)
-        if not len(loader):
-            message = (
-                f"no step: the data set has {len(loader.dataset)} samples, fewer than the effective batch size of "  # type: ignore[arg-type]
-                f"{self._size}, and the loader drops it (drop_last=True). Set drop_last=False."
-            )
-            raise DataError(message, code="no_step")
         self._shares = loader.dataset
         steps = {"effective_batch_size": self._size, "num_samples": len(self._shares), "seed": seed}
         self._check_resumed = partial(_check_resumed, self._trainer, steps, len(loader))
@@ -271,7 +241,7 @@ class _EffectiveBatches(_ExactLoss):
         """Return this rank's share of an effective batch, and the number of items on all ranks."""
         del num_batches  # always 1
         share = next(epoch_iterator)
-        is_new = self._is_new
+        is_new = self._trainer.model is not self._probed_model
         if is_new:
             # A micro-batch of the size that is only a limit may not fit.
             ids = share.key.sample_ids[:MAX_ROWS]
@@ -297,7 +267,7 @@ class _EffectiveBatches(_ExactLoss):
         """Run all micro-batches of a share, and return the loss of the step, times the ranks."""
         model.train()
         if self._host_step is None or self._host_step.model is not model:
-            no_sync = fsdp_no_sync if isinstance(model, FSDPModule) else self._trainer.accelerator.no_sync
+            no_sync = loops.fsdp_no_sync if isinstance(model, FSDPModule) else self._trainer.accelerator.no_sync
             self._host_step = HostStep(model, self._trainer.args.device, partial(no_sync, model))
         host_step, shares = self._host_step, self._shares
         size = min(shares.micro_batch_size, ceil_div(len(inputs.key.sample_ids), self._world.num_ranks))
@@ -337,11 +307,11 @@ class _EffectiveBatches(_ExactLoss):
             self._host_step.check_other_ranks()
             if next(tensors_of(value), None) is None:
                 return gather_objects(value, *args, **options)
-            return map_tensors(value, lambda tensor: gather_ragged(gather, tensor, counts=self._weight > 0))
+            return map_tensors(value, lambda tensor: loops.gather_ragged(gather, tensor, counts=self._weight > 0))
 
         ragged = {"gather": gather_all, "gather_for_metrics": gather_all} if self._world.num_ranks > 1 else {}
         try:
-            with replaced(accelerator, **ragged):
+            with loops.replaced(accelerator, **ragged):
                 yield
         finally:
             self._weight = 1.0
@@ -371,29 +341,33 @@ def _undoable(trainer: Any) -> Iterator[Callable[[], None]]:
     """Hold logs back until the context ends, and yield a function that drops them and restores TRL's metrics."""
     logs = list[Any]()
     metrics = {key: value for key, value in vars(trainer).items() if key.startswith(("_metrics", "_total"))}
-    metrics = copied_state(metrics)
+    metrics = loops.copied_state(metrics)
 
     def undo() -> None:
         logs.clear()
-        vars(trainer).update(copied_state(metrics))
+        vars(trainer).update(loops.copied_state(metrics))
 
-    with replaced(trainer, log=lambda *args, **options: logs.append((args, options))):
+    with loops.replaced(trainer, log=lambda *args, **options: logs.append((args, options))):
         yield undo
     for args, options in logs:
         trainer.log(*args, **options)
 
 
-def _refuse_ignored_positions(window: Sequence[Batch]) -> None:
+def _refuse_ignored_positions(window: Sequence[Batch], *, is_count_given: bool) -> None:
     """Refuse question answering where the mean is not one over samples: each of its two means has its own divisor."""
     batches = [batch for batch in window if isinstance(batch, Mapping) and all(key in batch for key in QA_POSITIONS)]
-    lengths = {batch["input_ids"].shape[-1] for batch in batches if "input_ids" in batch}
+    texts = [batch[key] for batch in batches for key in ("input_ids", "inputs_embeds") if key in batch]
+    if len(texts) < len(batches) and not is_count_given:
+        message = "without input_ids or inputs_embeds, pass count=ab.samples() if all answers are within the input."
+        raise LossError(message, code="unknown_length")
+    lengths = {text.shape[1] for text in texts}
     if len(lengths) > 1:
         message = (
             "a question-answering model chooses among all positions, padding included, and the micro-batches of this "
             f"step have {min(lengths)} to {max(lengths)} tokens: pad all samples to one length (padding='max_length')."
         )
         raise LossError(message, code="unequal_lengths")
-    if any(bool((batch[key] >= batch["input_ids"].shape[-1]).any()) for batch in batches for key in QA_POSITIONS):
+    if any(bool((batch[key] >= length).any()) for length in lengths for batch in batches for key in QA_POSITIONS):
         message = (
             "a question-answering model leaves out answers beyond the end of the text, so its two means have different "
             "divisors: give these samples the position of the first token, or remove them."
@@ -418,7 +392,10 @@ def _undisturbed(trainer: Any, module: nn.Module) -> Iterator[None]:
     """Call the loss in eval mode, without gradients, and without a trace in random numbers, logs or TRL's metrics."""
     devices = [trainer.args.device] if trainer.args.device.type == "cuda" else []
     # TRL gathers metrics in every loss, but ranks may call it a different number of times here.
-    with replaced(trainer.accelerator, gather=itself, gather_for_metrics=itself), _undoable(trainer) as undo:
+    with (
+        loops.replaced(trainer.accelerator, gather=itself, gather_for_metrics=itself),
+        _undoable(trainer) as undo,
+    ):
         try:
             with evaluation_mode(module), torch.no_grad(), torch.random.fork_rng(devices=devices):
                 yield
