@@ -311,7 +311,7 @@ def test_a_declared_count(loop: str) -> None:
             return weighted(self.model, batch)
 
     run = Weighted(HEADS["BERT, classes"])
-    with raises(LossError, "unknown_items"):
+    with raises(LossError, "class_weights"):
         LOOPS[loop](run, run.windows())
     assert not run.steps
     run.optimizer.zero_grad()
