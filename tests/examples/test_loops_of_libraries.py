@@ -18,7 +18,8 @@ def test_timm(name: str) -> None:
     assert runpy.run_path(str(ROOT / "examples" / "timm_loop.py"))["run"](name, torch.float64) < BOUND
 
 
-def test_open_clip() -> None:
+def test_open_clip(monkeypatch: pytest.MonkeyPatch) -> None:
     """The similarities of all samples of an effective batch are in one loss."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # which open_clip would set
     pytest.importorskip("open_clip")
     assert runpy.run_path(str(ROOT / "examples" / "open_clip_loop.py"))["run"](torch.float64) < BOUND
