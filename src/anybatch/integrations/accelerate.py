@@ -2,7 +2,7 @@
 
 The script keeps its model, loss, optimizer, scheduler and its calls of the accelerator. A window is one effective
 batch. `accelerator.sync_gradients` is True only for its last micro-batch, so the optimizer and the scheduler act once.
-Private names, and methods that are replaced: decision 0086.
+Private name: `_schedulers`; methods that are replaced: decision 0086.
 """
 
 import copy

@@ -2,7 +2,9 @@
 
 The callback replaces two methods of the fit loop: one that returns the training loader, and one that makes the closure
 of the optimizer, which now runs all micro-batches. Lightning keeps the loop, optimizer, clipping, precision,
-schedulers, logs, validation and checkpoints, and the user's module is not changed. Private names: decision 0087.
+schedulers, logs, validation and checkpoints, and the user's module is not changed.
+Private names (decision 0087): `_data_source`, `_make_closure`, `_training_step`, `_make_zero_grad_fn`,
+`_make_backward_fn`, `_on_before_batch_transfer`, `_results`, `_update_count`, `_computed`.
 """
 
 import dataclasses

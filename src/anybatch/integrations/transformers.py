@@ -1,7 +1,7 @@
 """transformers' `Trainer` and its subclasses: one divisor for all micro-batches of a step, on all ranks.
 
 Methods are replaced on the trainer object, so that subclasses of any kind keep their own: decision 0085.
-TRL's metrics are the attributes `_metrics...` and `_total...`.
+Private names: `_track_num_input_tokens`, and the attributes `_metrics...` and `_total...` of TRL's metrics.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
