@@ -1,5 +1,6 @@
 """The spike watch warns, lowers the rate or rolls back; a healthy run is unchanged."""
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Iterator
@@ -244,3 +245,39 @@ def test_ranks_roll_back_together(strategy: str, two_ranks: Ranks) -> None:
     assert others_told == told
     assert all(torch.equal(weights[name], others[name]) for name in weights)
     assert all(value.isfinite().all() for value in weights.values())
+
+
+SGD, MOMENTUM = torch.optim.SGD, {"momentum": 0.9}
+DIVERGENCES = [(SGD, 3.0, {}), (SGD, 1.5, MOMENTUM), (torch.optim.AdamW, 3.0, {}), (torch.optim.RMSprop, 1.0, {})]
+HEALTHY = [(SGD, 0.1, {}), (SGD, 0.03, MOMENTUM), (torch.optim.AdamW, 3e-3, {}), (torch.optim.RMSprop, 1e-3, {})]
+
+
+@pytest.mark.parametrize("width", [16, 64])
+@pytest.mark.parametrize(
+    ("made", "diverges"), [*((made, True) for made in DIVERGENCES), *((made, False) for made in HEALTHY)]
+)
+def test_real_divergence_in_the_first_steps(
+    made: tuple[Any, float, dict[str, float]], diverges: bool, width: int
+) -> None:
+    """Eight trainings with a rate that is too high are reported within 30 steps; eight with a sensible rate never."""
+    optimizer, rate, options = made
+    torch.manual_seed(0)
+    model, target = nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 4)), torch.randn(16, 4) / 4
+    loss = ab.mean_over_samples(lambda net, batch: (net(batch["x"]) - batch["y"]).square().mean())
+    told = Diagnoses()
+    engine = ab.Engine(
+        model,
+        optimizer(model.parameters(), lr=rate, **options),
+        loss,
+        micro_batch_size=16,
+        spikes="warn",
+        check_loss=False,
+        observer=told,
+    )
+    with engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore", AnyBatchWarning)
+        for _ in range(30):
+            x = torch.randn(16, 16)
+            with contextlib.suppress(NonFiniteError):
+                engine.step({"x": x, "y": x @ target})
+    assert bool(told.found) == diverges

@@ -155,17 +155,11 @@ class GradientNoise:
 # eq=False: comparing two estimates would compare tensors, and wait for the device.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NoiseEstimate:
-    """The gradient noise, averaged over steps. Reading a number waits for the device; `str` gives one line.
+    """The gradient noise, averaged over steps. Reading a number waits for the device; `str` gives one line."""
 
-    Attributes:
-        moments: sums over steps, on the device; see `with_step`.
-        items: the items over which the loss is a mean, such as "tokens".
-        items_per_sample: number of items per sample in the last batch.
-    """
-
-    moments: Float[Tensor, "1 9"]
-    items: str = "samples"
-    items_per_sample: "Tensor | float" = 1.0
+    moments: Float[Tensor, "1 9"]  # sums over steps, on the device; see `with_step`
+    items: str = "samples"  # the items over which the loss is a mean, such as "tokens"
+    items_per_sample: "Tensor | float" = 1.0  # number of items per sample in the last batch
 
     @property
     def scale(self) -> float:
@@ -211,17 +205,11 @@ def in_words(scale: float, interval: Sequence[float], items: str = "samples", it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchCost:
-    """The steps, samples and time that a run needs to reach a loss, as functions of its effective batch size.
+    """The steps, samples and time that a run needs to reach a loss, as functions of its effective batch size."""
 
-    Attributes:
-        critical_batch_size: samples; infinite if no batch is large enough.
-        overhead_seconds: fixed time of a step of any size: reduction, clipping, the optimizer, launching.
-        seconds_per_sample: time per sample over all ranks: on N ranks, 1/N of the time of a single rank.
-    """
-
-    critical_batch_size: float
-    overhead_seconds: float
-    seconds_per_sample: float
+    critical_batch_size: float  # samples; infinite if no batch is large enough
+    overhead_seconds: float  # fixed time of a step of any size: reduction, clipping, the optimizer, launching
+    seconds_per_sample: float  # time per sample over all ranks: on N ranks, 1/N of the time of a single rank
 
     @property
     def best(self) -> float:

@@ -23,35 +23,20 @@ Memory = Literal["samples", "steps"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledRate:
-    """A learning rate scaled from one batch size to another, with betas and eps; `str` gives one line.
+    """A learning rate scaled from one batch size to another, with betas and eps; `str` gives one line."""
 
-    Attributes:
-        rule: the scaling rule that was applied.
-        base_batch_size: samples per optimizer step for which the base values were tuned.
-        effective_batch_size: samples per optimizer step for which the values are scaled.
-        factor: learning rate / base learning rate.
-        base_learning_rate: the learning rate before scaling.
-        learning_rate: the scaled learning rate.
-        base_betas: betas of an Adam-like optimizer before scaling; empty for other optimizers.
-        betas: the scaled betas.
-        base_eps: the optimizer's eps before scaling; None for an optimizer without an eps that a rule scales.
-        eps: the scaled eps.
-        base_momentum: momentum of SGD or RMSprop before scaling; 0 for none.
-        momentum: the scaled momentum.
-    """
-
-    rule: ScalingRule
-    base_batch_size: int
-    effective_batch_size: int
-    factor: float
-    base_learning_rate: float
-    learning_rate: float
-    base_betas: tuple[float, ...] = ()
-    betas: tuple[float, ...] = ()
-    base_eps: float | None = None
-    eps: float | None = None
-    base_momentum: float = 0.0
-    momentum: float = 0.0
+    rule: ScalingRule  # the scaling rule that was applied
+    base_batch_size: int  # samples per optimizer step for which the base values were tuned
+    effective_batch_size: int  # samples per optimizer step for which the values are scaled
+    factor: float  # learning rate / base learning rate
+    base_learning_rate: float  # the learning rate before scaling
+    learning_rate: float  # the scaled learning rate
+    base_betas: tuple[float, ...] = ()  # betas of an Adam-like optimizer before scaling; empty for other optimizers
+    betas: tuple[float, ...] = ()  # the scaled betas
+    base_eps: float | None = None  # eps before scaling; None without an eps that a rule scales
+    eps: float | None = None  # the scaled eps
+    base_momentum: float = 0.0  # momentum of SGD or RMSprop before scaling; 0 for none
+    momentum: float = 0.0  # the scaled momentum
 
     def __str__(self) -> str:
         """Return the changes in one line: `lr 0.0032 = 0.0001 x 32 (linear, 256 / 8 samples)`."""

@@ -27,7 +27,10 @@ _NEAR_ZERO = 0.4
 _MIN_LOST_FRACTION = 0.15
 """Minimum rise of a loss near zero that is a spike, as a fraction of its total decrease since the beginning."""
 _NUM_FIRST = 3
-"""Number of first losses whose median represents the untrained model."""
+"""Number of first losses whose median represents the untrained model, and of last losses that an early rise raises."""
+_EARLY_FACTORS, _EARLY_DEVIATIONS, _EARLY_CAUTION = (3.0, 100.0), 6.0, 8.0
+"""An early rise multiplies a loss by the first factor and has 6 (1 + 8 / n) deviations, if the deviation is from n
+second differences; or by the second factor."""
 _JUMP = 8.0
 """Minimum deviation of a single value that is a spike, in deviations."""
 _NORM_WEIGHT = 0.5
@@ -61,9 +64,14 @@ class SpikeRule:
     A loss near zero scatters by more than half of its value, so its logarithm jumps with any hard sample. For such a
     loss, a spike must also exceed 15% of the total decrease since the beginning of the run.
 
+    In the first `window` steps, an *early rise* is a spike too: two of the last three losses exceed the lowest level so
+    far (of the first loss, and of each three losses) 3 times and by 6 standard deviations (of second differences), or
+    100 times. So steps 0 and 1 are judged in step 2. Before `least` there is only this rule, and gradient norms are not
+    judged. A squared error of one or two numbers per step may rise as much by chance.
+
     Args:
         window: number of steps from which level and scatter are computed.
-        least: minimum number of steps before a spike is possible.
+        least: number of steps from which on jumps and rises are possible.
         strictness: higher values find spikes later, with fewer false alarms.
 
     Raises:
@@ -85,25 +93,15 @@ class SpikeRule:
 
 @dataclass(frozen=True, slots=True)
 class Spike:
-    """A value that deviates from the steps before; `str` gives a sentence without a full stop.
+    """A value that deviates from the steps before; `str` gives a sentence without a full stop."""
 
-    Attributes:
-        step: number of the step, from 0 on.
-        quantity: "loss" or "gradient norm".
-        form: "not finite", "jump" (of one value) or "rise" (over several values).
-        value: the deviating value.
-        level: level of the steps before, see `SpikeRule`; NaN without earlier steps.
-        deviations: deviation of the value, see `SpikeRule`; infinite for a value that is not finite.
-        num_steps: number of steps of the rise; 1 for other forms.
-    """
-
-    step: int
-    quantity: Quantity
-    form: Form
-    value: float
-    level: float
-    deviations: float
-    num_steps: int
+    step: int  # number of the step, from 0 on
+    quantity: Quantity  # "loss" or "gradient norm"
+    form: Form  # "not finite", "jump" (of one value) or "rise" (over several values)
+    value: float  # the deviating value
+    level: float  # level of the steps before, see `SpikeRule`; NaN without earlier steps
+    deviations: float  # deviation of the value, see `SpikeRule`; infinite for a value that is not finite
+    num_steps: int  # number of steps of the rise; 1 for other forms
 
     def __str__(self) -> str:
         """Return a sentence with the value and the level before."""
@@ -182,6 +180,8 @@ class _Series:
         self._lowest = (math.inf, _FLOOR)
         self._num_levels = 0
         self._first = 0.0
+        self._early: list[float] | None = [] if above_lowest else None
+        self._start = math.inf
         self._sums = dict.fromkeys(_SHIFTS, 0.0)
         self._lengths = dict.fromkeys(_SHIFTS, 0)
         self.is_calm = True
@@ -194,10 +194,12 @@ class _Series:
             level = math.exp(median(self._window)) if self._window else math.nan
             return Spike(step, quantity, "not finite", value, level, math.inf, 1)
         log = math.log(max(value, _MIN_VALUE))
+        early = self._early_rise(step, quantity, log)
         if len(self._window) < rule.least:
-            self._window.append(log)
+            self._window.append(log if early is None else math.log(_EARLY_FACTORS[0] * early.level))
             self._first = math.exp(median(list(self._window)[:_NUM_FIRST]))
-            return None
+            self.is_calm = early is None
+            return early
         level, deviation = level_and_deviation(self._window)
         # Limit outliers, so that they do not raise the level.
         self._window.append(min(log, level + _MAX_DEVIATIONS * deviation))
@@ -205,10 +207,40 @@ class _Series:
             level, deviation = self._above_chance(level, deviation)
         deviations = (log - level) / deviation
         num_steps = self._add_up(deviations * self._weight)
-        if not num_steps or (self._above_lowest and deviation > _NEAR_ZERO and not self._lost_progress(value, level)):
+        self.is_calm = self.is_calm and early is None
+        if early is not None:
+            return early
+        if (
+            not num_steps
+            or deviations <= 0.0
+            or (self._above_lowest and deviation > _NEAR_ZERO and not self._lost_progress(value, level))
+        ):
             return None
         form: Form = "jump" if num_steps == 1 else "rise"
         return Spike(step, quantity, form, value, math.exp(level), deviations, num_steps)
+
+    def _early_rise(self, step: int, quantity: Quantity, log: float) -> Spike | None:
+        """Return an early rise of a loss, or None; after `window` steps there is none."""
+        if self._early is None:
+            return None
+        self._early.append(log)
+        logs, last = self._early, self._early[-_NUM_FIRST:]
+        if len(logs) >= self._rule.window:
+            self._early = None
+        self._start = min(self._start, logs[0] if len(logs) < _NUM_FIRST else median(last))
+        if len(logs) < _NUM_FIRST:
+            return None
+        bends = [abs(a - 2.0 * b + c) for a, b, c in zip(logs, logs[1:], logs[2:], strict=False)]
+        # Second differences have no linear trend, and root 6 times the deviation of independent values.
+        deviation = max(_FLOOR, _TO_DEVIATION * median(bends) / math.sqrt(6.0))
+        least, most = map(math.log, _EARLY_FACTORS)
+        noise = _EARLY_DEVIATIONS * (1.0 + _EARLY_CAUTION / len(bends)) * deviation
+        limit = self._start + max(least, min(noise, most))
+        if min(log, median(last)) <= limit or not self._lost_progress(math.exp(log), self._start):
+            return None
+        level = math.exp(self._start)
+        num_steps = sum(each > limit for each in last)
+        return Spike(step, quantity, "rise", math.exp(log), level, (log - self._start) / deviation, num_steps)
 
     def _above_chance(self, level: float, deviation: float) -> tuple[float, float]:
         """Return the lowest level so far, corrected for chance (otherwise it would fall forever), and its scatter."""

@@ -66,22 +66,17 @@ class SplitConstraints:
     Attributes:
         lockstep: every rank runs the same number of units, and has at least one unit with samples in every step.
         allows_empty_ranks: like `lockstep`, but a rank may have no samples in a step; it then runs only fillers.
-        every_unit: units without any item of the loss, such as a token with a label, are run too.
-        whole: a rank share is one unit, regardless of its size.
         group: units and rank shares hold whole groups of this many consecutive samples; None for no groups.
-        min_samples: minimum samples of a unit, if units of equal size can reach it.
-        syncs_in_forward: ranks wait for each other in the middle of a forward.
-        why_largest: why "auto" takes the largest micro-batch that fits (as text); empty: it takes the fastest.
     """
 
     lockstep: bool = False
     allows_empty_ranks: bool = False
-    every_unit: bool = False
-    whole: bool = False
+    every_unit: bool = False  # units without any item of the loss, such as a token with a label, are run too
+    whole: bool = False  # a rank share is one unit, regardless of its size
     group: int | None = None
-    min_samples: int = 1
-    syncs_in_forward: bool = False
-    why_largest: str = ""
+    min_samples: int = 1  # minimum samples of a unit, if units of equal size can reach it
+    syncs_in_forward: bool = False  # ranks wait for each other in the middle of a forward
+    why_largest: str = ""  # why "auto" takes the largest micro-batch that fits (as text); empty: it takes the fastest
 
     @property
     def searchable(self) -> bool:
@@ -108,15 +103,12 @@ class BatchPlan:
     """The units of each rank for one effective batch: a plain value to print, compare or test without a device.
 
     Attributes:
-        num_samples: samples of the effective batch over all ranks.
-        shares: for each rank its units, in the order in which they run.
-        split: the options that the plan follows.
         order: a permutation of the batch's positions; a unit is a range of it. None: a unit is a range of the batch.
     """
 
-    num_samples: int
-    shares: tuple[tuple[Unit, ...], ...]
-    split: SplitOptions
+    num_samples: int  # samples of the effective batch over all ranks
+    shares: tuple[tuple[Unit, ...], ...]  # for each rank its units, in the order in which they run
+    split: SplitOptions  # the options that the plan follows
     order: tuple[int, ...] | None = None
 
     @property

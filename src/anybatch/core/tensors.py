@@ -85,19 +85,12 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Consecutive modules of one class in a container.
+    """Consecutive modules of one class in a container."""
 
-    Attributes:
-        parent: the module that contains the blocks.
-        names: names of the blocks in the parent.
-        path: name of the parent in the model; empty if it is the model.
-        kind: class of the blocks.
-    """
-
-    parent: nn.Module
-    names: tuple[str, ...]
-    path: str
-    kind: type[nn.Module]
+    parent: nn.Module  # the module that contains the blocks
+    names: tuple[str, ...]  # names of the blocks in the parent
+    path: str  # name of the parent in the model; empty if it is the model
+    kind: type[nn.Module]  # class of the blocks
 
     @property
     def modules(self) -> list[nn.Module]:
