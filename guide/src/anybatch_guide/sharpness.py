@@ -22,7 +22,7 @@ from anybatch.errors import CompositionError, LossError
 from anybatch.parallel.strategy import trainable
 
 _STRATEGIES = ("auto", "single", "all_reduce")
-Vector = list[Tensor]
+Vector = Float[Tensor, " number"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,9 @@ def measure_sharpness(
         engine = stack.enter_context(
             Engine.from_spec(copied_spec, dataclasses.replace(settings, world=world, strategy=strategy))
         )
-        first = _first_vector(parameters, seed)
+        # Drawn on the CPU, so that it is the same on every rank and device.
+        size = sum(parameter.numel() for parameter in parameters.values())
+        first = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         return _lanczos(lambda vector: products.of(engine, batch, vector), first, max_products, tolerance)
 
 
@@ -115,10 +117,14 @@ class _Products:
 
     def of(self, engine: Engine, batch: Any, vector: Vector) -> Vector:  # noqa: ANN401 (any nested batch)
         """Return the product with a vector."""
-        self._vector = vector
-        gradients = engine.gradients(batch)
-        pairs = zip(gradients.values(), self._parameters.values(), strict=True)
-        return [torch.zeros_like(parameter) if product is None else product for product, parameter in pairs]
+        parameters = list(self._parameters.values())
+        parts = vector.split([parameter.numel() for parameter in parameters])
+        self._vector = [
+            part.view_as(one).to(one.device, one.dtype) for part, one in zip(parts, parameters, strict=True)
+        ]
+        gradients = zip(engine.gradients(batch).values(), parameters, strict=True)
+        products = [torch.zeros_like(one) if product is None else product for product, one in gradients]
+        return torch.cat([product.flatten().double().cpu() for product in products])
 
     def loss(self, model: Any, batch: Any) -> Any:  # noqa: ANN401 (as the user's)
         """Return a loss of the same form as the user's loss, whose gradient is the product."""
@@ -149,29 +155,19 @@ class _Products:
         return sum(parts, start=zero)
 
 
-def _first_vector(parameters: Mapping[str, Tensor], seed: int) -> Vector:
-    # Drawn on the CPU, so that it is the same on every rank and device.
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(one.shape, generator=generator, dtype=torch.float64).to(one.device, one.dtype)
-        for one in parameters.values()
-    ]
-
-
 def _lanczos(product: Callable[[Vector], Vector], vector: Vector, max_products: int, tolerance: float) -> Sharpness:
     """Return the largest eigenvalue of a symmetric operator, given its product with a vector."""
-    vector = _scaled(vector, 1.0 / _dot(vector, vector) ** 0.5)
-    basis = [vector]
+    basis = [vector / vector.norm()]
     diagonal: list[float] = []
     off_diagonal: list[float] = []
     while True:
         product_vector = product(basis[-1])
-        diagonal.append(_dot(product_vector, basis[-1]))
+        diagonal.append(float(product_vector @ basis[-1]))
         # Orthogonalise twice, because once leaves rounding errors (Parlett 1980, "twice is enough").
         for _ in range(2):
             for other in basis:
-                product_vector = _minus(product_vector, other, _dot(product_vector, other))
-        norm = _dot(product_vector, product_vector) ** 0.5
+                product_vector = product_vector - (product_vector @ other) * other
+        norm = float(product_vector.norm())
         matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
         if off_diagonal:
             off = torch.tensor(off_diagonal, dtype=torch.float64)
@@ -179,20 +175,8 @@ def _lanczos(product: Callable[[Vector], Vector], vector: Vector, max_products: 
         values, vectors = torch.linalg.eigh(matrix)
         largest, residual = float(values[-1]), norm * abs(float(vectors[-1, -1]))
         # The eigenvalue is exact if the basis is complete, or if the product adds no new direction.
-        is_exact = len(basis) == sum(one.numel() for one in vector) or norm <= 1e-14 * max(1.0, abs(largest))
+        is_exact = len(basis) == len(vector) or norm <= 1e-14 * max(1.0, abs(largest))
         if residual <= tolerance * abs(largest) or is_exact or len(diagonal) == max_products:
             return Sharpness(eigenvalue=largest, residual=residual, num_products=len(diagonal))
         off_diagonal.append(norm)
-        basis.append(_scaled(product_vector, 1.0 / norm))
-
-
-def _dot(one: Vector, other: Vector) -> float:
-    return float(sum(torch.sum(a.double() * b.double()) for a, b in zip(one, other, strict=True)))
-
-
-def _scaled(vector: Vector, factor: float) -> Vector:
-    return [one * factor for one in vector]
-
-
-def _minus(vector: Vector, other: Vector, factor: float) -> Vector:
-    return [a - factor * b for a, b in zip(vector, other, strict=True)]
+        basis.append(product_vector / norm)

@@ -13,11 +13,6 @@ FIGURES = "main :is(figure, .cards article)"
 MARKS = """all => all.map(
     one => [...one.querySelectorAll('button.mark')].filter(mark => mark.closest('figure, article') === one).length)"""
 """Number of marks of each figure, without nested figures."""
-EDGES = """all => all.flatMap(cards => [...cards.children].map(card => {
-    const {top, bottom, right} = card.getBoundingClientRect();
-    return [top, bottom, right, cards.getBoundingClientRect().right];
-}))"""
-"""Edges of each card, and the right edge of its grid."""
 
 
 @pytest.fixture(scope="module")
@@ -144,26 +139,6 @@ def test_forecasts_are_marked_as_forecasts(page: Page) -> None:
     expect(part.locator('article[aria-label="DataParallel"] [popover]')).to_contain_text("Measured.")
 
 
-def test_one_processor_is_not_any_hardware(page: Page) -> None:
-    """The claim about any hardware is true only on the hardware that was tested, and names it."""
-    card = page.locator('#claims article[aria-label="Any hardware"]')
-    expect(card.locator(".verdict")).to_have_text("Any hardware: true only if")
-    expect(card.locator("h4")).to_contain_text("Only as far as tested: on one CPU")
-
-
-def test_cards_leave_no_holes(page: Page) -> None:
-    """Cards of a row have the same height, and each row is as wide as the others."""
-    rows = come_to(page, "claims").locator(".cards").evaluate_all(EDGES)
-    by_top: dict[float, list[list[float]]] = {}
-    for top, bottom, right, edge in rows:
-        by_top.setdefault(round(top), []).append([round(bottom), right, edge])
-
-    assert len(by_top) > 3
-    for row in by_top.values():
-        assert len({bottom for bottom, _, _ in row}) == 1
-        assert max(right for _, right, _ in row) == pytest.approx(row[0][2], abs=1)
-
-
 def test_memory_grows_linearly_in_the_picture(page: Page) -> None:
     """In chapter one, equal differences of the batch are equal distances, and the memory follows a straight line."""
     part = come_to(page, "gpu-memory")
@@ -226,17 +201,3 @@ def test_the_chapters_stay_on_a_phone(browser: Browser, address: str) -> None:
             "document.querySelector('.narrow').getBoundingClientRect().bottom"
         )
         assert covered >= 0
-
-
-def test_names_and_products_stay_whole(page: Page) -> None:
-    """A name of a recording is on one line, and so are a product and an equation with its comma."""
-    sources = page.locator("#sources")
-    sources.evaluate("fold => fold.open = true")
-    heights = sources.locator("th[scope=row]").evaluate_all(
-        "all => all.map(one => { const range = document.createRange(); range.selectNodeContents(one); "
-        "return new Set([...range.getClientRects()].map(line => Math.round(line.top))).size; })"
-    )
-    assert set(heights) == {1}
-    for part in ("split", "mathematics", "memory", "claims"):
-        assert "16 \u00d7" not in str(page.locator(f"#{part}").text_content())
-    expect(page.locator("#mathematics .together:has(math)").first).to_have_css("white-space", "nowrap")

@@ -152,7 +152,6 @@ BATCH_SIZE_CLAIMS = (
             "smallest one. True only if: otherwise."
         ),
         texts={
-            "true": "Batches of 256 need {steps_256} steps instead of {steps_16}, and no more samples.",
             "only_if": (
                 "From batches of 16 to 64 and 256, the steps fall from {steps_16} to {steps_64} and {steps_256}, but "
                 "the samples rise from {samples_16} to {samples_64} and {samples_256}. So training is faster only if a "
@@ -160,7 +159,6 @@ BATCH_SIZE_CLAIMS = (
                 "is high, as with this small network on one thread. In one pass, batches of 64 take {time_64} the "
                 "time, and batches of 256 {time_256}. In micro-batches of 16, batches of 256 take {time_accumulated}."
             ),
-            "false": "Batches of 256 need {steps_256} steps, and batches of 16 need {steps_16}.",
         },
         seconds=25,
         tolerance=0.1,
@@ -186,11 +184,6 @@ BATCH_SIZE_CLAIMS = (
             "three cases. True only if: none of them is, but the noise gain is. False: otherwise."
         ),
         texts={
-            "true": (
-                "In the worst case, the loss with linear scaling is {linear_digits_sgd}, {linear_digits_adamw} and "
-                "{linear_text_sgd} the loss with the best rate. With square-root scaling it is {sqrt_digits_sgd}, "
-                "{sqrt_digits_adamw} and {sqrt_text_sgd}."
-            ),
             "only_if": (
                 "Only if the rule uses more than the batch sizes. The following numbers are for digits with SGD, "
                 "digits with AdamW, and text with SGD. In the worst case, the loss with linear scaling is "
@@ -199,13 +192,6 @@ BATCH_SIZE_CLAIMS = (
                 "unchanged rate {none_digits_sgd}, {none_digits_adamw} and {none_text_sgd}. With the noise gain, "
                 "measured in the middle of a run, it is {gain_digits_sgd}, {gain_digits_adamw} and {gain_text_sgd}; "
                 "but this rule also fails at some sizes of the larger study."
-            ),
-            "false": (
-                "Every rule fails in some case. In the worst case, the loss with linear scaling is "
-                "{linear_digits_sgd}, {linear_digits_adamw} and {linear_text_sgd} the loss with the best rate. With "
-                "square-root scaling it is {sqrt_digits_sgd}, {sqrt_digits_adamw} and {sqrt_text_sgd}, with an "
-                "unchanged rate {none_digits_sgd}, {none_digits_adamw} and {none_text_sgd}, and with the noise gain "
-                "{gain_digits_sgd}, {gain_digits_adamw} and {gain_text_sgd}."
             ),
         },
         seconds=150,
@@ -234,13 +220,11 @@ BATCH_SIZE_CLAIMS = (
             "is not lower. True: it is also lower after the same number of samples. True only if: otherwise."
         ),
         texts={
-            "true": "After the same number of samples, the loss is {loss_same_samples} instead of {loss_small}.",
             "only_if": (
                 "There is less noise, but the held-out loss is lower only after the same number of steps: "
                 "{loss_same_steps} instead of {loss_small}, on eight times the samples. After the same number of "
                 "samples it is {loss_same_samples}. The variance is {noise_ratio} the expected eighth."
             ),
-            "false": "The variance is {noise_ratio} the expected one, the loss {loss_same_steps}, not {loss_small}.",
         },
         seconds=30,
         tolerance=0.1,
@@ -271,11 +255,6 @@ BATCH_SIZE_CLAIMS = (
             "same number of steps. False: it is not even at the same rate. True only if: otherwise."
         ),
         texts={
-            "true": (
-                "The eigenvalue rises from {eigenvalue_base} to {eigenvalue_same_rate} at the same rate, to "
-                "{eigenvalue_scaled_rate} at the scaled rate, and to {eigenvalue_scaled_rate_same_steps} after the "
-                "same number of steps."
-            ),
             "only_if": (
                 "Only if the large-batch run has made less progress: at the same rate, the eigenvalue changes from "
                 "{eigenvalue_base} to {eigenvalue_same_rate}, and the accuracy from {accuracy_base} to "
@@ -284,7 +263,6 @@ BATCH_SIZE_CLAIMS = (
                 "({accuracy_scaled_rate_same_steps}). It depends on the learning rate and the progress of a run more "
                 "than on the batch size."
             ),
-            "false": "At the same rate the eigenvalue changes from {eigenvalue_base} to {eigenvalue_same_rate}.",
         },
         seconds=45,
         tolerance=0.1,

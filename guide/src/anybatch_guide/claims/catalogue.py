@@ -35,7 +35,6 @@ _CLAIMS = (
                 "the micro-batch; weights, gradients and optimizer state keep their size. So a quarter of the batch "
                 "needs more than a quarter of the memory, and single samples still need {peak_one_by_one}."
             ),
-            "false": "The peak hardly falls, from {peak_at_once} to {peak_in_four}: activations are only a part.",
         },
         seconds=2,
     ),
@@ -60,14 +59,12 @@ _CLAIMS = (
             "otherwise."
         ),
         texts={
-            "true": "In every case the gradients agree up to rounding; the largest error was {uneven_error}.",
             "only_if": (
                 "Equal micro-batches give the same gradient, up to rounding ({even_error}). The gradient is off by "
                 "{uneven_error} if their sizes differ (24 + 24 + 16), {token_error} if sentences differ in length, "
                 "{batch_norm_error} with BatchNorm, and {dropout_error} with dropout. Weighting each micro-batch by "
                 "its number of samples or tokens fixes the first two, but not the last two."
             ),
-            "false": "Even for equal micro-batches the gradients differ by {even_error}.",
         },
         seconds=3,
     ),
@@ -95,7 +92,6 @@ _CLAIMS = (
             "False: otherwise."
         ),
         texts={
-            "true": "Plain accumulation has the gradient of the whole batch, up to {plain_error}.",
             "only_if": (
                 "Only with two passes per batch: plain accumulation finds {accuracy_16} of the matches, two passes "
                 "find {accuracy_joint}. A contrastive loss compares every sample with all others of the batch, and a "
@@ -103,7 +99,6 @@ _CLAIMS = (
                 "only {accuracy_4} are found. `ab.joint` first computes all outputs without gradients, then runs each "
                 "micro-batch again with the gradient of the full loss: off by {joint_error}."
             ),
-            "false": "Plain accumulation is off by {plain_error}, and two passes by {joint_error}.",
         },
         seconds=60,
         tolerance=0.1,
@@ -134,7 +129,6 @@ _CLAIMS = (
                 "peak memory. Accumulation is only a loop, and nothing in it depends on the device. But other hardware "
                 "was not tested for this card."
             ),
-            "false": "On this CPU the error is {gradient_error}, and the peak {memory_ratio} the peak of one pass.",
         },
         seconds=2,
     ),
@@ -158,14 +152,12 @@ _CLAIMS = (
             "a mistake. True: otherwise."
         ),
         texts={
-            "true": "{changed_lines} lines change, and the checker reports {findings} mistakes.",
             "only_if": (
                 "{changed_lines} lines change, but the loop is correct only if every micro-batch and every window is "
                 "full. Otherwise the checker reports mistakes ({findings}). The correct loop also changes "
                 "{changed_lines_right} lines, and calls two small functions that count items; anybatch changes "
                 "{changed_lines_engine}."
             ),
-            "false": "{changed_lines} lines change.",
         },
         seconds=2,
     ),
@@ -227,8 +219,6 @@ _CLAIMS = (
                 "training loss rises from {loss_64} to {loss_4}, and the accuracy on held-out images changes from "
                 "{accuracy_64} to {accuracy_4}."
             ),
-            "only_if": "The gradient error is {gradient_error} with BatchNorm, and {group_norm_error} with GroupNorm.",
-            "false": "With BatchNorm the gradient error is only {gradient_error}.",
         },
         seconds=25,
         tolerance=0.1,
@@ -248,7 +238,6 @@ _CLAIMS = (
         rule=rules.stale,
         rule_in_words="True: a parameter changes within a window, or a gradient error is above 1e-2. False: otherwise.",
         texts={
-            "true": "Parameters change by {moved} within a window, and the gradient error is {gradient_error}.",
             "false": (
                 "No gradient is stale: within a window, the largest change of a parameter is {moved}. All "
                 "micro-batches use the same parameters, like the samples of a large batch, and the gradient error is "
@@ -282,8 +271,6 @@ _CLAIMS = (
                 "the forward, and the peak is {extra_at_peak} higher than with one micro-batch. It is one copy for "
                 "any number of micro-batches, and the peak is {peak_bytes}."
             ),
-            "only_if": "The peak is {extra_at_peak} higher, which is less than the weights ({weight_bytes}).",
-            "false": "The peak is not higher than with one micro-batch.",
         },
         seconds=2,
     ),
@@ -367,14 +354,12 @@ _CLAIMS = (
             "for others. True: otherwise."
         ),
         texts={
-            "true": "Divided by N, the gradient is correct up to {even_error}, {uneven_error} and {token_error}.",
             "only_if": (
                 "Only for equal micro-batches: split 24 + 24 + 16 and divided by 3, the gradient is off by "
                 "{uneven_error}. It is off by {token_error} for sentences of unequal length, and by {even_error} if "
                 "all micro-batches have the same number of items. If micro-batches are weighted by their items, both "
                 "are correct, up to {uneven_error_by_items} and {token_error_by_items}."
             ),
-            "false": "Even for equal micro-batches the error is {even_error}.",
         },
         seconds=2,
     ),
@@ -398,13 +383,11 @@ _CLAIMS = (
             "SGD and with Adam. True only if: with one of them. False: otherwise."
         ),
         texts={
-            "true": "The loss ends at {sgd_no_division} with SGD and {adam_no_division} with Adam; chance is {chance}.",
             "only_if": (
                 "Only with SGD, which ends at a loss of {sgd_no_division} instead of {sgd_right}; with Adam it is "
                 "{adam_no_division} instead of {adam_right}. Random guessing gives {chance}. Adam divides by the size "
                 "of the gradient, so most of the factor cancels. Clipping and weight decay in the loss are still wrong."
             ),
-            "false": "The loss ends at {sgd_no_division} with SGD, {adam_no_division} with Adam; chance is {chance}.",
         },
         seconds=25,
         tolerance=0.1,
@@ -429,7 +412,6 @@ _CLAIMS = (
             "False: otherwise."
         ),
         texts={
-            "true": "With SyncBatchNorm the gradient error is only {sync_error}.",
             "only_if": (
                 "Only with one micro-batch per rank: on one rank, in micro-batches of 16, the gradient is still off by "
                 "{sync_error}: SyncBatchNorm combines ranks, not micro-batches. It uses the statistics of ranks that "
@@ -437,7 +419,6 @@ _CLAIMS = (
                 "is {sync_error_2_ranks}. It disappears ({sync_error_4_ranks}) only without accumulation. The engine's "
                 "exact BatchNorm computes the statistics over all micro-batches: {exact_error}."
             ),
-            "false": "The error is {plain_error} with BatchNorm, and {sync_error} with SyncBatchNorm.",
         },
         seconds=2,
     ),

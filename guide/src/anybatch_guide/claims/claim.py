@@ -9,6 +9,7 @@ from anybatch_guide.experiment import Data, Emit, Experiment
 Verdict = Literal["true", "only_if", "false"]
 Side = Literal["advantage", "limitation", "recipe", "devices", "batch_size"]
 Numbers = Mapping[str, float]
+OTHER_VERDICT = "This machine gives another verdict than the recorded run; the numbers are below."
 EXACT, WRONG = 1e-4, 1e-2
 """Relative errors below the first number count as float32 rounding, and above the second as a different gradient."""
 
@@ -37,7 +38,8 @@ class Claim:
     numbers: Mapping[str, Number]  # name of a number to its display options, in display order
     rule: Callable[[Numbers], Verdict]  # function (numbers) -> verdict
     rule_in_words: str  # description of the rule
-    texts: Mapping[Verdict, str]  # text for each verdict; `{name}` is replaced by a number
+    # text for the recorded verdict, and for others that times may give; `{name}` is replaced by a number
+    texts: Mapping[Verdict, str]
     seconds: float  # approximate duration on two cores
     # largest relative difference between two recordings, because processors sum in different orders
     tolerance: float = 1e-3
@@ -60,7 +62,7 @@ def card_data(claim: Claim, numbers: Numbers) -> Data:
         "how": claim.how,
         "rule": claim.rule_in_words,
         "verdict": verdict,
-        "text": claim.texts[verdict],
+        "text": claim.texts.get(verdict, OTHER_VERDICT),
         "numbers": {
             name: {"label": shown.label, "unit": shown.unit, "value": numbers[name]}
             for name, shown in claim.numbers.items()

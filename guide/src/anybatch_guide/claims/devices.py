@@ -238,12 +238,10 @@ DEVICE_CLAIMS = (
             "exposed reduction is at least 5% of a step. True: otherwise."
         ),
         texts={
-            "true": "Through one rank it takes {through_one_ratio} as long, and only {exposed} of a step is exposed.",
             "only_if": (
                 "Only compared with a sum through one rank, which takes {through_one_ratio} as long; but {exposed} of "
                 "a small step is exposed reduction here. With four micro-batches it is {exposed_accumulated}."
             ),
-            "false": "Through one rank it takes only {through_one_ratio} as long.",
         },
         seconds=60,
         runs_here=False,
@@ -264,7 +262,6 @@ DEVICE_CLAIMS = (
         rule=rules.no_average,
         rule_in_words="True: the error of the sum is below 1e-4. False: otherwise.",
         texts={
-            "true": "The sum over ranks is the gradient, with an error of {sum_error}.",
             "false": (
                 "If each rank computes the gradient of its mean loss, the sum is too large by the number of ranks: its "
                 "error is {sum_error}. DDP divides by the number of ranks, which is correct for equal shares "
@@ -295,14 +292,12 @@ DEVICE_CLAIMS = (
             "number of ranks. False: otherwise."
         ),
         texts={
-            "true": "None of the {samples} samples is repeated.",
             "only_if": (
                 "Only if the number of samples is divisible by the number of ranks: then none is repeated, otherwise "
                 "up to one less than the number of ranks. The sampler repeats samples from the start: on two, four and "
                 "eight ranks {twice_on_2}, {twice_on_4} and {twice_on_8} of {samples} samples count twice, in training "
                 "and in metrics."
             ),
-            "false": "Even if the data set is divisible by the number of ranks, {twice_if_divisible} are repeated.",
         },
         seconds=2,
     ),
@@ -325,14 +320,12 @@ DEVICE_CLAIMS = (
             "memory. True only if: otherwise."
         ),
         texts={
-            "true": "It changes {lines} lines, not {lines_ddp}, with {time_ratio} the time and {memory_ratio} memory.",
             "only_if": (
                 "Only if memory does not matter: in batches of 256, on CPU threads, a step takes {time_ratio} the time "
                 "of DDP, and {memory_ratio} the memory of a DDP rank. In batches of 64, as in the table of ways, both "
                 "are lower. It changes {lines} lines; DDP changes {lines_ddp} and needs a launcher. "
                 "DataParallel copies the model in every step, and gathers outputs and loss on one device."
             ),
-            "false": "It changes {lines} lines, and DDP changes {lines_ddp}.",
         },
         seconds=40,
         runs_here=False,
@@ -353,7 +346,6 @@ DEVICE_CLAIMS = (
         rule=rules.ddp_memory,
         rule_in_words="True: each of four ranks holds less than half the bytes of one device. False: otherwise.",
         texts={
-            "true": "Each of four ranks holds {ddp_ratio} of the bytes of one device.",
             "false": (
                 "Each of four ranks keeps {ddp_bytes} of weights and optimizer states; one device alone keeps "
                 "{alone_bytes}. DDP divides only the activations among ranks. With FSDP, which shards weights and "
@@ -388,14 +380,12 @@ DEVICE_CLAIMS = (
             "layer. False: otherwise."
         ),
         texts={
-            "true": "Eight micro-batches gather {by_micro_batch} the bytes of one.",
             "only_if": (
                 "Only if each layer runs all micro-batches before the next layer starts. Then eight micro-batches "
                 "gather {by_layer} the bytes of one; if they run one after the other, {by_micro_batch}. But layer by "
                 "layer needs more memory: {kept_by_layer} of outputs between layers instead of {kept_by_micro_batch}, "
                 "and {waiting_by_layer} of full gradients instead of {waiting_by_micro_batch}."
             ),
-            "false": "Even layer by layer, eight micro-batches gather {by_layer} the bytes of one.",
         },
         seconds=10,
         runs_here=False,
@@ -421,13 +411,11 @@ DEVICE_CLAIMS = (
         rule=rules.linear_to_eight,
         rule_in_words="True: every efficiency is at least 90%. True only if: some are. False: none is.",
         texts={
-            "true": "The efficiency is {in_one_host} in one host, and still {at_1_gbit} at 1 Gbit/s.",
             "only_if": (
                 "The efficiency depends on the link, not on the number eight: {in_one_host} in one host, "
                 "{at_10_gbit} on hosts at 10 Gbit/s, and {at_1_gbit} at 1 Gbit/s. With eight micro-batches per "
                 "reduction, the last two are {at_10_gbit_accumulated} and {at_1_gbit_accumulated}."
             ),
-            "false": "Even in one host, the efficiency is only {in_one_host}.",
         },
         is_forecast=True,
         seconds=2,
@@ -454,19 +442,10 @@ DEVICE_CLAIMS = (
             "False: otherwise."
         ),
         texts={
-            "true": (
-                "Buckets of 25 and 50 MiB are at most {most_lost_at_25} and {most_lost_at_50} slower than the best "
-                "size. But the best size is between {least} and {most} MiB, depending on link and model: they are a "
-                "good default, not always the best."
-            ),
             "only_if": (
                 "Buckets of 25 and 50 MiB are at most {most_lost_at_25} and {most_lost_at_50} slower than the best "
                 "size, which is between {least} and {most} MiB, depending on link and model. `anybatch scale` "
                 "measures it."
-            ),
-            "false": (
-                "Buckets of 25 and 50 MiB are up to {most_lost_at_25} and {most_lost_at_50} slower than the best size, "
-                "which is between {least} and {most} MiB, depending on link and model. `anybatch scale` measures it."
             ),
         },
         is_forecast=True,

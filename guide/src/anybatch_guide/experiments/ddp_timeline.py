@@ -62,7 +62,7 @@ def _reduce_bucket(watched: WatchedDDP, bucket: GradBucket) -> torch.futures.Fut
 
 def run(emit: Emit) -> Data:
     """Time steps with each use of no_sync, and with anybatch's reduction, on two and on four ranks."""
-    data: dict[str, Any] = {"num_micro_batches": NUM_MICRO_BATCHES, "num_layers": NUM_LAYERS, "worlds": []}
+    data: dict[str, Any] = {"num_micro_batches": NUM_MICRO_BATCHES, "worlds": []}
     for done, num_ranks in enumerate(WORLDS):
         emit_progress(emit, done, len(WORLDS), f"{num_ranks} ranks")
         with RankPool(num_ranks) as pool:

@@ -4,14 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import anybatch as ab
 from anybatch.diagnostics.memory_report import record_memory
-from anybatch.memory.trace import ORDER
-from anybatch.parallel.dtensors import is_dtensor, local_part
 from anybatch.testing import RankPool
 from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
 
@@ -38,14 +35,7 @@ def run(emit: Emit) -> Data:
         with RankPool(num_ranks) as pool:
             ranks = pool.run(measure_rank, strategy)
         ways.append({"strategy": strategy, "num_ranks": num_ranks, "ranks": ranks})
-    model = network()
-    return {
-        "categories": list(ORDER),
-        "effective_batch_size": BATCH,
-        "micro_batch_size": MICRO_BATCH,
-        "parameters": [{"name": name, "shape": list(p.shape)} for name, p in model.named_parameters()],
-        "ways": ways,
-    }
+    return {"ways": ways}
 
 
 class Block(nn.Module):
@@ -74,7 +64,7 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def measure_rank(strategy: str) -> dict[str, Any]:
-    """Return this rank's memory between steps and at the peak, its shards, and the calls of FSDP2. Runs on every rank.
+    """Return this rank's memory between steps and at the peak, and the calls of FSDP2. Runs on every rank.
 
     With FSDP2, gathered weights and full gradients count as activations or temporaries.
     """
@@ -99,19 +89,7 @@ def measure_rank(strategy: str) -> dict[str, Any]:
                 engine.step(third)
             calls = _calls(profiler)
         timeline = recording.report.timeline
-        parts = {name: _part(value) for name, value in model.named_parameters()}
-        return {
-            "rank": dist.get_rank(),
-            "peak": timeline.at(timeline.peak_moment),
-            "between": timeline.at(0),
-            "parts": [{"name": name, **part} for name, part in parts.items()],
-            "calls": list(calls),
-        }
-
-
-def _part(value: Tensor) -> dict[str, Any]:
-    """Return the shape of this rank's part of a parameter, and whether the parameter is sharded."""
-    return {"shape": list(local_part(value).shape), "is_shard": is_dtensor(value)}
+        return {"peak": timeline.at(timeline.peak_moment), "between": timeline.at(0), "calls": list(calls)}
 
 
 def _calls(profiler: Any) -> list[str]:  # noqa: ANN401 (torch's profile)

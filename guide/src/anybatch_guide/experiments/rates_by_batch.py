@@ -16,7 +16,6 @@ MAX_LOSS_RATIO = 1.25
 """A rule counts as well tuned if its loss is at most this multiple of the best loss in the grid."""
 DIVERGED_LOSS = 100.0
 """A run with a larger held-out loss counts as diverged."""
-STUDY = "benchmarks/results/learning_rate_rules_cpu_2026-11-24.md: 1,330 runs, five seeds, both recipes"
 Rule = Callable[[StudyRun, int], StudyRun]
 
 
@@ -137,23 +136,18 @@ def rules_of(noise_scale: float) -> dict[str, Rule]:
 def run(emit: Emit) -> Data:
     """Run every grid, and one run for each rule and size, at the rate that the rule derives from the smallest size."""
     maps = [{"name": name, **_map_data(RateStudy(grid, emit))} for name, grid in GRIDS.items()]
-    return {"seeds": list(SEEDS), "as_good": MAX_LOSS_RATIO, "stands_for": STUDY, "maps": maps}
+    return {"seeds": list(SEEDS), "as_good": MAX_LOSS_RATIO, "maps": maps}
 
 
 def _map_data(study: RateStudy) -> dict[str, Any]:
     grid = study.grid
     base = study.best(grid.sizes[0])
-    noise_scale = noise_scale_of(base)
-    rules = rules_of(noise_scale)
+    rules = rules_of(noise_scale_of(base))
     if base.optimizer == "AdamW":
         rules |= {"sqrt, betas kept": library_rule("sqrt", "steps")}
         del rules["memory"]  # linear scaling with rescaled betas is not a common rule
     return {
-        "task": base.task,
-        "optimizer": base.optimizer,
         "epochs": base.epochs,
-        "base_rate": base.learning_rate,
-        "noise_scale": noise_scale,
         "batch_sizes": list(grid.sizes),
         "rates": list(grid.rates),
         "losses": [[study.losses(study.at(size, rate)) for size in grid.sizes] for rate in grid.rates],
@@ -162,19 +156,13 @@ def _map_data(study: RateStudy) -> dict[str, Any]:
             {
                 "name": name,
                 "as_good_to": study.largest_tuned_size(rule),
-                "points": [_point(study, rule(base, size)) for size in grid.sizes],
+                "points": [
+                    {"batch_size": run.batch_size, "learning_rate": run.learning_rate, "losses": study.losses(run)}
+                    for run in (rule(base, size) for size in grid.sizes)
+                ],
             }
             for name, rule in rules.items()
         ],
-    }
-
-
-def _point(study: RateStudy, run: StudyRun) -> dict[str, Any]:
-    return {
-        "batch_size": run.batch_size,
-        "learning_rate": run.learning_rate,
-        "betas": list(run.betas),
-        "losses": study.losses(run),
     }
 
 

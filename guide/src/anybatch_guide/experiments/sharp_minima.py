@@ -15,7 +15,6 @@ from anybatch_guide.study import BETAS, StudyRun, evaluate_held_out, sharpness_i
 SEEDS = (0, 1)
 SIZES = (64, 256)
 BASE = StudyRun(task="digits", optimizer="SGD", batch_size=16, learning_rate=0.02, epochs=8, betas=BETAS["SGD"])
-STUDY = "benchmarks/results/sharpness_cpu_2026-11-24.md: five seeds, SGD and AdamW, batches up to 1,024"
 
 
 def ways(sizes: tuple[int, ...] = SIZES) -> Iterator[tuple[str, StudyRun]]:
@@ -43,14 +42,14 @@ def run(emit: Emit) -> Data:
                 "seeds": [measure_minimum(replace(study_run, seed=seed)) for seed in SEEDS],
             }
         )
-    return {"optimizer": BASE.optimizer, "rule": "linear", "stands_for": STUDY, "runs": runs}
+    return {"runs": runs}
 
 
 def measure_minimum(study_run: StudyRun) -> dict[str, Any]:
     """Train, and return the final sharpness, training loss, and held-out loss and accuracy."""
     model, losses = trained(study_run)
     if not math.isfinite(losses[-1]):
-        return dict.fromkeys(("eigenvalue", "residual", "train_loss", "held_out", "accuracy"), math.nan)
+        return dict.fromkeys(("eigenvalue", "train_loss", "held_out", "accuracy"), math.nan)
     spec, batch, hardware = sharpness_inputs(study_run, model)
     sharpness = measure_sharpness(spec, batch, hardware, tolerance=1e-2)
     held_out, accuracy = evaluate_held_out(model, study_run)
@@ -58,7 +57,6 @@ def measure_minimum(study_run: StudyRun) -> dict[str, Any]:
         outputs = model(batch["inputs"])
     return {
         "eigenvalue": sharpness.eigenvalue,
-        "residual": sharpness.residual,
         "train_loss": float(torch.nn.functional.cross_entropy(outputs, batch["targets"])),
         "held_out": held_out,
         "accuracy": accuracy,
@@ -72,5 +70,4 @@ EXPERIMENT = Experiment(
     seconds=60,
     runs_here=False,
     tolerance=0.1,
-    noisy=("residual",),
 )

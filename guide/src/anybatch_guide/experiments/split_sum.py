@@ -28,7 +28,6 @@ def run(emit: Emit) -> Data:
             emit_progress(emit, len(cuts), 2 * len(PARTS), "cuts")
             cuts.append(cut_data(micro_batch_sizes(num_parts, even=even), full_gradients))
     return {
-        "num_samples": 64,
         "unit": UNIT,
         "parameters": [[name, p.numel()] for name, p in make_model(torch.float32).named_parameters()],
         "whole": in_units(full_gradients[torch.float32]),

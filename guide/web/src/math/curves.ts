@@ -82,6 +82,7 @@ export function spread([least, most]: readonly [number, number], log: boolean): 
   return [least >= 0 && least < (most - least) * 0.5 ? 0 : least - air, most + air];
 }
 
-function tenth(value: number): number {
+/** Coordinates in drawings have one decimal place. */
+export function tenth(value: number): number {
   return Math.round(value * 10) / 10;
 }

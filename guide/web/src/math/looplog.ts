@@ -18,12 +18,10 @@ export interface LoopLog {
 
 export interface Numbers {
   num_samples?: number;
-  first_sample_id?: number;
   counts?: Record<string, number>;
   loss_sums?: Record<string, number>;
   loss?: number;
   gradient_norm?: number;
-  clipped?: boolean;
 }
 
 export interface Strips {

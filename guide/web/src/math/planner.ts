@@ -173,11 +173,3 @@ function binding(data: PlannerData, variant: VariantData, size: number, usable: 
 function sum(numbers: readonly number[]): number {
   return numbers.reduce((all, one) => all + one, 0);
 }
-
-/** Device memory by category, in stacking order: tensors by category, then overhead. */
-export const ORDER = ["weights", "buffers", "optimizer", "gradients", "inputs", "activations", "temporaries"];
-export function byPurpose(data: PlannerData, one: Plan): [name: string, bytes: number][] {
-  const held: [string, number][] = ORDER.map((name) => [name, one.peak.held[data.categories.indexOf(name)]!]);
-  held.push(["allocator", one.reserved - one.peak.bytes], ["libraries", one.budget.outside + one.budget.workspace]);
-  return held.filter(([, bytes]) => bytes !== 0);
-}

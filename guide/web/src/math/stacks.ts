@@ -1,4 +1,5 @@
 /** Stacked layers: columns and areas, and an axis in bytes. */
+import { tenth } from "./curves";
 import { ticks } from "./scales";
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -26,8 +27,4 @@ export function areaPath(x: readonly number[], low: readonly number[], high: rea
   const there = x.map((place, at) => `${at ? "L" : "M"}${tenth(across(place))} ${tenth(down(high[at] ?? 0))}`);
   const back = x.map((place, at) => `L${tenth(across(place))} ${tenth(down(low[at] ?? 0))}`).reverse();
   return `${there.join("")}${back.join("")}Z`;
-}
-
-function tenth(value: number): number {
-  return Math.round(value * 10) / 10;
 }

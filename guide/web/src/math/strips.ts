@@ -1,4 +1,5 @@
 /** Small drawings as single paths: a gradient as bars up and down, samples as cells. */
+import { tenth } from "./curves";
 
 /** Bars from the middle line of a box: up for positive values, down for negative ones, clamped to the box. */
 export function bars(values: readonly number[], limit: number, width: number, height: number): string {
@@ -51,8 +52,4 @@ export function blocks(sizes: readonly number[], ranks: number, cell: number, do
       return block;
     });
   }).flat();
-}
-
-function tenth(value: number): number {
-  return Math.round(value * 10) / 10;
 }

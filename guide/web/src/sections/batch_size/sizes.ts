@@ -6,8 +6,6 @@ export type Loss = number | string;
 export interface RateMap {
   name: string;
   epochs: number;
-  base_rate: number;
-  noise_scale: number;
   batch_sizes: number[];
   rates: number[];
   /** By rate, batch size and seed. */

@@ -1,4 +1,5 @@
 /** Steps with sharded weights, in two orders: see guide/src/anybatch_guide/experiments/layer_order.py. */
+import { tenth } from "../../math/curves";
 
 /** Phase, block, micro-batch, and whether the block's weights were gathered for it. */
 export type Visit = ["forward" | "backward", number, number, boolean];
@@ -31,14 +32,12 @@ export function stepOf(steps: BothOrders["steps"], order: BothOrders["steps"][0]
 export function cells(visits: readonly Visit[], number: number, at: { width: number; top: number; row: number; blocks: number }): string {
   const long = at.width / visits.length;
   return visits
-    .map(([, block, one], column) => (one === number ? `M${round(column * long)} ${at.top + (at.blocks - 1 - block) * at.row}h${round(long - 1)}v${at.row - 2}h-${round(long - 1)}z` : ""))
+    .map(([, block, one], column) => (one === number ? `M${tenth(column * long)} ${at.top + (at.blocks - 1 - block) * at.row}h${tenth(long - 1)}v${at.row - 2}h-${tenth(long - 1)}z` : ""))
     .join("");
 }
 
 /** A tick below each visit that gathers its block first. */
 export function gathers(visits: readonly Visit[], width: number, y: number): string {
   const long = width / visits.length;
-  return visits.map(([, , , gathered], column) => (gathered ? `M${round((column + 0.5) * long)} ${y}v8` : "")).join("");
+  return visits.map(([, , , gathered], column) => (gathered ? `M${tenth((column + 0.5) * long)} ${y}v8` : "")).join("");
 }
-
-const round = (value: number) => Math.round(value * 10) / 10;

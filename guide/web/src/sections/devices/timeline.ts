@@ -21,7 +21,6 @@ export interface RankStep {
 
 export interface Timeline {
   num_micro_batches: number;
-  num_layers: number;
   worlds: { num_ranks: number; ways: Record<string, RankStep[]> }[];
 }
 
@@ -72,8 +71,6 @@ export interface ForecastRow {
   efficiency: number;
   compute_seconds: number;
   exposed_seconds: number;
-  control_seconds: number;
-  update_seconds: number;
 }
 
 export interface Forecast {
@@ -90,7 +87,6 @@ export interface Forecast {
   };
   cluster: { link: { latency_seconds: number; bytes_per_second: number } };
   rows: ForecastRow[];
-  largest_useful: number | null;
   why: string;
   unvalidated: string[];
 }
