@@ -181,6 +181,40 @@ class Counting(nn.Module):
         return x * (1 + 0.1 * self.number)
 
 
+class RunningMean(nn.Module):
+    """Subtracts a running mean that it updates before, as some normalizations without batch statistics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(10))
+        self.mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+class TimesSamples(torch.autograd.Function):
+    """The identity, whose backward multiplies by the number of samples, as layers that reverse gradients do."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:  # noqa: ARG004 (torch's protocol)
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
+        return -0.1 * len(gradient) * gradient
+
+
+class Reversal(nn.Module):
+    """Reverses gradients, by a factor that depends on the number of samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        reversed_x: Tensor = TimesSamples.apply(x)  # type: ignore[no-untyped-call]
+        return reversed_x
+
+
 class Variational(nn.Module):
     """A variational autoencoder: draws in its forward, in training and evaluation mode."""
 
@@ -248,6 +282,42 @@ def contrast(model: nn.Module, batch: Batch) -> Tensor:
     """Return InfoNCE: each x against all y of the batch."""
     logits = F.normalize(model(batch["x"]), dim=1) @ F.normalize(model(batch["y"]), dim=1).T
     return F.cross_entropy(logits * 5, torch.arange(len(logits)))
+
+
+def batch_dice(model: nn.Module, batch: Batch) -> Tensor:
+    """Return one minus the overlap of all samples of the batch together."""
+    overlap, size = dice_parts(model, batch)
+    return 1 - (2 * overlap.sum() + 1) / (size.sum() + 1)
+
+
+def sample_dice(model: nn.Module, batch: Batch) -> Tensor:
+    """Return one minus the overlap of each sample, averaged."""
+    overlap, size = dice_parts(model, batch)
+    loss: Tensor = (1 - (2 * overlap + 1) / (size + 1)).mean()
+    return loss
+
+
+def dice_parts(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the overlap of predictions and targets, and their size, for each sample."""
+    found = torch.sigmoid(model(batch["x"]))
+    wanted = F.one_hot(batch["label"], NUM_CLASSES).to(found)
+    return (found * wanted).sum(1), (found + wanted).sum(1)
+
+
+def hardest(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean of the largest third of the losses of the batch."""
+    return hardest_third(model, (model(batch["x"]), batch["label"]))
+
+
+def hardest_third(model: nn.Module, outputs: tuple[Tensor, Tensor]) -> Tensor:  # noqa: ARG001 (the form of ab.joint)
+    """Return the mean of the largest third of the losses of a whole batch."""
+    each = F.cross_entropy(*outputs, reduction="none")
+    return each.topk(max(1, len(each) // 3)).values.mean()
+
+
+def labelled(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the outputs with their labels."""
+    return model(batch["x"]), batch["label"]
 
 
 def both(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -357,6 +427,20 @@ FAULTS: Mapping[str, Fault] = {
         "ab.joint",
         Subject(Encoder, lambda: ab.joint(both, attract), vectors),
     ),
+    "Dice over the batch": Fault(
+        Subject(Encoder, mean(batch_dice), vectors),
+        "joint_loss",
+        "loss",
+        "ab.joint",
+        Subject(Encoder, mean(sample_dice), vectors),
+    ),
+    "hardest samples of the batch": Fault(
+        Subject(Encoder, mean(hardest), vectors),
+        "joint_loss",
+        "loss",
+        "ab.joint",
+        Subject(Encoder, lambda: ab.joint(labelled, hardest_third), vectors),
+    ),
     "BatchNorm": Fault(
         Subject(lambda: Network(nn.BatchNorm2d), mean(classify), images),
         "batch_norm",
@@ -370,6 +454,8 @@ FAULTS: Mapping[str, Fault] = {
     "attention over the batch": of_layer(AcrossBatch, "couples_samples", "between", "process samples independently"),
     "a module that counts its calls": of_layer(Memory, "state", "between.calls", "once per optimizer step"),
     "an attribute that counts calls": of_layer(Counting, "state", "between.number", "once per optimizer step"),
+    "a running mean in a buffer": of_layer(RunningMean, "state", "between.mean", "buffers="),
+    "a gradient scaled in a backward": of_layer(Reversal, "couples_samples", "between", "number of samples"),
     "inputs scaled by the batch's maximum": of_loss(
         scaled_by_maximum, separate, "inputs of the model", "constants of the data set"
     ),

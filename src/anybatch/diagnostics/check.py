@@ -11,7 +11,7 @@ from torch import nn
 from anybatch.core.geometry import checked_int, require
 from anybatch.core.loss import Loss, declared, mean_over_samples
 from anybatch.core.loss_kinds import LossFunction
-from anybatch.core.tensors import Gradients, errors_by_parameter, relative_error
+from anybatch.core.tensors import errors_by_parameter, relative_error
 from anybatch.core.torch_internals import BatchNormBase
 from anybatch.core.tree import Batch, count_samples
 from anybatch.diagnostics.check_report import (
@@ -29,6 +29,7 @@ from anybatch.engine.user_code import Model
 from anybatch.errors import BatchSizeError
 from anybatch.norms import Policy, PolicyName
 
+MIN_SAMPLES = 4
 _CODES = {"joint": "joint_loss", "encode": "joint_loss", "inputs": "couples_samples", "module": "couples_samples"}
 """Cause of a diagnosis -> code of the finding; the code is "loss_declaration" for any other cause."""
 
@@ -38,17 +39,21 @@ def find_causes(runs: GradientRuns, coupling_modules: Sequence[str], tolerance: 
 
     As a side effect, coupling modules (their output for a sample depends on other samples) stay in evaluation mode.
     """
+    state = _check_state(runs, tolerance)
+    owner = f"{state.where.rpartition('.')[0]}." if state is not None and state.where else None
     by_name = dict(runs.modules.named_modules())
     runs.in_evaluation |= {by_name[name] for name in coupling_modules}
     in_both_modes = [name for name in runs.forward_traits().coupling_modules if name in coupling_modules]
-    in_training = [name for name in coupling_modules if name not in in_both_modes]
+    # A module that reads the state that it has just updated couples samples by it.
+    by_state = [name for name in coupling_modules if owner is not None and f"{name}.".startswith(owner)]
+    in_training = [name for name in coupling_modules if name not in (*in_both_modes, *by_state)]
     if in_training:
         yield _coupling_finding([by_name[name] for name in in_training], in_training, "in training mode only")
     # Evaluation mode does not stop these modules from coupling samples, so the loss cannot be checked alone.
     if in_both_modes:
         yield _coupling_finding([by_name[name] for name in in_both_modes], in_both_modes, "in evaluation mode too")
         return
-    found = [finding for finding in (_check_loss(runs), _check_state(runs, tolerance)) if finding is not None]
+    found = [finding for finding in (_check_loss(runs), state) if finding is not None]
     yield from found
     if not (found or in_training):
         yield CheckFinding(
@@ -62,8 +67,16 @@ def find_causes(runs: GradientRuns, coupling_modules: Sequence[str], tolerance: 
         )
 
 
-def find_obstacle(runs: GradientRuns, tolerance: float) -> CheckFinding | None:
+def find_obstacle(runs: GradientRuns, tolerance: float, *, is_equal: bool) -> CheckFinding | None:
     """Return the finding that prevents a comparison of the gradients; None if they can be compared."""
+    if is_equal:
+        if any(gradient is not None and bool(gradient.any()) for gradient in runs.unsplit_gradient().values()):
+            return None
+        return CheckFinding(
+            code="no_gradient",
+            observation="the gradient of these samples is zero or missing, so the gradients cannot be compared.",
+            change="check a batch that has a gradient.",
+        )
     difference = relative_error(runs.unsplit_gradient(), runs.unsplit_gradient())
     if not difference <= tolerance:
         return CheckFinding(
@@ -72,7 +85,7 @@ def find_obstacle(runs: GradientRuns, tolerance: float) -> CheckFinding | None:
             "generator that cannot be seeded here, or computes with numbers that it keeps outside of modules.",
             change="draw from torch, or from the global generators of Python or numpy; keep numbers in buffers.",
         )
-    sources = sorted(runs.draws.unknown) if runs.draws is not None else []
+    sources = sorted(runs.draws.torch.unknown) if runs.draws is not None else []
     if runs.draws is not None and runs.draws.by_host:
         sources.append("Python's or numpy's generator")
     if sources:
@@ -85,19 +98,10 @@ def find_obstacle(runs: GradientRuns, tolerance: float) -> CheckFinding | None:
     return None
 
 
-def no_gradient() -> CheckFinding:
-    """Return the finding that the gradient of the unsplit batch and of every split is zero."""
-    return CheckFinding(
-        code="no_gradient",
-        observation="the gradient of these samples is zero or missing, so the gradients cannot be compared.",
-        change="check a batch that has a gradient.",
-    )
-
-
 def _coupling_finding(modules: Sequence[nn.Module], names: Sequence[str], mode: str) -> CheckFinding:
     """Return the finding that these modules combine samples, in this mode."""
     kinds = ", ".join(sorted({type(module).__name__ for module in modules}))
-    which = f"{len(names)} module{'s' * (len(names) > 1)} ({kinds}; first {names[0]!r})"
+    which = f"{len(names)} module{'s' * (len(names) > 1)} ({kinds}; first {names[0] or 'the model'!r})"
     is_batch_norm = all(isinstance(module, BatchNormBase) for module in modules)
     if is_batch_norm:
         observation = f"{which} normalised each micro-batch by its own statistics, {mode}."
@@ -135,18 +139,14 @@ def _check_state(runs: GradientRuns, tolerance: float) -> CheckFinding | None:
     changed = runs.changed_by_forward(tolerance)
     if changed is None:
         return None
-    what = f"{changed[0]!r}{f' and {len(changed) - 1} more' if len(changed) > 1 else ''}" if changed else "something"
-    kept = "" if changed else " (not in a module; a global variable, or an object of the loss function?)"
+    outside = "something outside of modules (a global variable, or an object of the loss function?)"
+    what = f"{changed[0]!r}{f' and {len(changed) - 1} more' if len(changed) > 1 else ''}" if changed else outside
     return CheckFinding(
         code="state",
         where=changed[0] if changed else "",
-        observation=f"a forward changes {what}{kept} that the next forward uses, so micro-batches run on different "
-        "models.",
-        change="update it once per optimizer step, outside of the forward; or keep the module in evaluation mode.",
+        observation=f"a forward changes {what} that the next forward uses, so micro-batches run on different models.",
+        change="update it once per optimizer step: by Engine(buffers=...), or outside of the forward.",
     )
-
-
-MIN_SAMPLES = 4
 
 
 def check(
@@ -180,9 +180,6 @@ def check(
         micro_batch_sizes: sizes to try; None: 1, and two sizes that leave a smaller last micro-batch.
         norms: the BatchNorm policy, as for `Engine`; the unsplit batch runs under it too.
         seed: seed of random numbers.
-
-    Returns:
-        The errors of all splits, the reasons for differences or failed comparisons, and the fixes.
 
     Raises:
         UserError: the trainer runs on several ranks, or draws random numbers to collate samples.
@@ -224,9 +221,7 @@ def _check(runs: GradientRuns, precision: str, micro_batch_sizes: Sequence[int] 
     sizes = micro_batch_sizes or sorted({1, round(num_samples * 0.4), round(num_samples * 0.6)})
     splits = _measure_all(runs, sizes, tolerance, repeaters)
     failing = [split for split in splits if split.verdict == "not equal"]
-    obstacle = (
-        find_obstacle(runs, tolerance) if failing else no_gradient() if _is_zero(runs.unsplit_gradient()) else None
-    )
+    obstacle = find_obstacle(runs, tolerance, is_equal=not failing)
     if obstacle is not None:
         findings.append(obstacle)
         undecided = failing or splits
@@ -234,7 +229,11 @@ def _check(runs: GradientRuns, precision: str, micro_batch_sizes: Sequence[int] 
     elif failing:
         causes = list(find_causes(runs, traits.coupling_modules, tolerance))
         if all(cause.code == "unexplained" for cause in causes):
-            errors = [_cannot_run(split) for split in failing if split.failure]
+            change = "use larger micro-batches, or a model that runs on few samples."
+            texts = [f"{describe_sizes(each.sizes)} cannot be run: {each.failure}" for each in failing if each.failure]
+            errors = [
+                CheckFinding(code="cannot_run", observation=f"micro-batches of {t}", change=change) for t in texts
+            ]
             causes = errors if len(errors) == len(failing) else causes + errors
         findings += causes
     return CheckReport(
@@ -263,10 +262,7 @@ def _gradient_runs(
 
 
 def _measure_all(
-    runs: GradientRuns,
-    sizes: Sequence[int],
-    tolerance: float,
-    repeaters: Sequence[RepeatedDraws | None],
+    runs: GradientRuns, sizes: Sequence[int], tolerance: float, repeaters: Sequence[RepeatedDraws | None]
 ) -> tuple[SplitResult, ...]:
     """Measure all splits; return the results of the first repeater with equal gradients, or else of the first one."""
     results = []
@@ -277,10 +273,6 @@ def _measure_all(
             return results[-1][0]
     splits, runs.draws = results[0]
     return splits
-
-
-def _is_zero(gradients: Gradients) -> bool:
-    return not any(gradient is not None and bool(gradient.any()) for gradient in gradients.values())
 
 
 def _measure(runs: GradientRuns, size: int, tolerance: float) -> SplitResult:
@@ -301,23 +293,13 @@ def _randomness(runs: GradientRuns, modules: Sequence[str], tolerance: float) ->
     # If another seed gives the same gradient, random numbers do not matter.
     if relative_error(runs.unsplit_gradient(seed=runs.seed + 1), runs.unsplit_gradient()) <= tolerance:
         return None
-    where = modules[0] if modules else ""
-    number = f"{len(modules)} module{'s' * (len(modules) > 1)} (first {where!r})"
-    source = f"{number} draw" if len(modules) > 1 else f"{number} draws" if modules else "the loss function draws"
+    number = f"{len(modules)} module{'s' * (len(modules) > 1)} (first {modules[0]!r})" if modules else "the loss"
     return CheckFinding(
         code="randomness",
-        where=where,
+        where=modules[0] if modules else "",
         observation=(
-            f"{source} random numbers, which were fixed for this check: a sample gets the same numbers in any split. "
+            f"random numbers of {number} were fixed for this check: a sample gets the same numbers in any split. "
             "In training, another split draws other numbers from the same distribution, which is not a fault."
         ),
         change="nothing has to be changed; with rng='per_sample' every sample keeps its own numbers in any split.",
-    )
-
-
-def _cannot_run(split: SplitResult) -> CheckFinding:
-    return CheckFinding(
-        code="cannot_run",
-        observation=f"micro-batches of {describe_sizes(split.sizes)} cannot be run: {split.failure}",
-        change="use larger micro-batches, or a model that runs on few samples.",
     )

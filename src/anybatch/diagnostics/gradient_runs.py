@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -42,50 +42,6 @@ class ForwardTraits:
     narrowest_dtype: torch.dtype | None  # of all outputs of modules; None without floating-point outputs
 
 
-def find_traits(modules: nn.Module, run: Callable[[], object], num_samples: int) -> ForwardTraits:
-    """Run a forward and observe every module that it calls; the caller must restore buffers."""
-    names = {module: name for name, module in modules.named_modules()}
-    states: dict[nn.Module, bytes] = {}
-    drew: list[nn.Module] = []
-    dtypes: list[torch.dtype] = []
-
-    def before(module: nn.Module, _args: object) -> None:
-        states[module] = _state()
-
-    def after(module: nn.Module, _args: object, output: object) -> None:
-        # A changed state of the generator is the only sign of a draw that works for any module.
-        if states[module] != _state():
-            drew.append(module)
-        # A module may return something other than a batch.
-        with contextlib.suppress(TypeError):
-            dtypes.extend(t.dtype for t in tensors_of(output) if t.is_floating_point())
-
-    hooks = [module.register_forward_pre_hook(before) for module in names]
-    hooks += [module.register_forward_hook(after) for module in names]
-    try:
-        run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return ForwardTraits(
-        random_modules=tuple(names[m] for m in _innermost(dict.fromkeys(drew))),
-        coupling_modules=tuple(find_coupling_modules(modules, run, num_samples)),
-        narrowest_dtype=min(dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=None),
-    )
-
-
-def _state() -> bytes:
-    # As bytes: inside of `vmap`, tensors cannot be compared.
-    return bytes(torch.default_generator.get_state().tolist())
-
-
-def _innermost(found: dict[nn.Module, None]) -> Iterator[nn.Module]:
-    """Yield the modules that do not contain another of these modules."""
-    for module in found:
-        if not any(child in found for child in module.modules() if child is not module):
-            yield module
-
-
 class RepeatedDraws:
     """Makes every forward repeat its random numbers: torch's for each sample, Python's and numpy's from one seed.
 
@@ -95,19 +51,14 @@ class RepeatedDraws:
     def __init__(self, *, constant: bool = False) -> None:
         self.seed = 0
         self.by_host = False  # whether a forward drew from Python's or numpy's generator
-        self._torch = FixedDraws(constant=constant)
+        self.torch = FixedDraws(constant=constant)  # its `unknown` are operations that cannot be repeated
         self._initial_state: tuple[int, ...] = ()
-
-    @property
-    def unknown(self) -> set[str]:
-        """Names of torch's random operations that cannot be repeated."""
-        return self._torch.unknown
 
     def fixed(self, seed: int) -> AbstractContextManager[object]:
         """Return a context in which a sample gets the same numbers from torch in every forward."""
         self.seed = seed
-        self._torch.restart()
-        return self._torch
+        self.torch.restart()
+        return self.torch
 
     def call(self, function: LossFunction, model: Any, batch: Batch) -> Any:  # noqa: ANN401 (as the user's)
         """Call the user's function, with all random numbers starting again from the first."""
@@ -139,7 +90,7 @@ class RepeatedDraws:
                 handle.remove()
 
     def _restart(self) -> None:
-        self._torch.restart()
+        self.torch.restart()
         seed_generators(self.seed)
         self._initial_state = host_random_digest()
 
@@ -240,8 +191,37 @@ class GradientRuns:
 
     def forward_traits(self) -> ForwardTraits:
         """Observe every module in one forward of the whole batch."""
+        names = {module: name for name, module in self.modules.named_modules()}
+        states: dict[nn.Module, list[int]] = {}
+        drew: dict[nn.Module, None] = {}
+        dtypes: list[torch.dtype] = []
+
+        def before(module: nn.Module, _args: object) -> None:
+            states[module] = torch.default_generator.get_state().tolist()
+
+        def after(module: nn.Module, _args: object, output: object) -> None:
+            # The generator's state changes with any draw; inside of `vmap`, only lists can be compared.
+            if states[module] != torch.default_generator.get_state().tolist():
+                drew[module] = None
+            # A module may return something other than a batch.
+            with contextlib.suppress(TypeError):
+                dtypes.extend(t.dtype for t in tensors_of(output) if t.is_floating_point())
+
+        hooks = [module.register_forward_pre_hook(before) for module in names]
+        hooks += [module.register_forward_hook(after) for module in names]
         with self._restored(self.seed):
-            return find_traits(self.modules, lambda: self._output(copied(self.batch)), self.num_samples)
+            try:
+                self._output(copied(self.batch))
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            coupling = find_coupling_modules(self.modules, lambda: self._output(copied(self.batch)), self.num_samples)
+        return ForwardTraits(
+            # Innermost ones: those that contain no other of these modules.
+            random_modules=tuple(names[m] for m in drew if not {*m.modules()} & {*drew} - {m}),
+            coupling_modules=tuple(coupling),
+            narrowest_dtype=min(dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=None),
+        )
 
     def returns_a_number(self) -> bool:
         """Whether the loss function returns one number, and neither a sum with its count nor one loss per item."""

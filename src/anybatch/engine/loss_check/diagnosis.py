@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from anybatch.core.loss import Loss, tokens
-from anybatch.core.tree import Batch, tensors_of
+from anybatch.core.tree import Batch, map_tensors, tensors_of
 from anybatch.core.units import listed
 from anybatch.engine.loss_check.comparison import Verdict
-from anybatch.engine.loss_check.runs import Gradients, LossRuns, Piece, UndecidedError, difference
+from anybatch.engine.loss_check.runs import LossRuns, Piece, UndecidedError, difference
 
 Cause = Literal[
     "count",  # the count does not add up over samples
@@ -40,6 +40,7 @@ _SHARES_SHOWN = 3
 _IGNORED = -100
 _TARGETS = ("label", "target")
 _MAX_PADDINGS = 3
+_INTERACTION = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ _UNKNOWN = Diagnosis(
 )
 
 
-def _columns(gradients: Iterable[Gradients]) -> Tensor:
+def _columns(gradients: Iterable[Sequence[Tensor | None]]) -> Tensor:
     """Return gradients as the columns of a matrix, with zeros for missing gradients."""
     rows = []
     for column in zip(*gradients, strict=True):
@@ -224,7 +225,9 @@ def _other_mean(parts: _Parts, sizes: Sequence[int], declared: Sequence[float], 
     if parts.table.shape[0] <= parts.table.shape[1]:  # too few equations to determine the weights
         return None
     shares: list[float] = torch.linalg.lstsq(parts.table, parts.whole[:, None]).solution[:, 0].tolist()
-    if not parts.add_up(shares, within=1.0):
+    # A piece that counts nothing, although it has a gradient, is left out for another reason than its count.
+    is_left_out = any(share < _INTERACTION for share, column in zip(shares, parts.table.T, strict=True) if column.any())
+    if is_left_out or not parts.add_up(shares, within=1.0):
         return None
     shown, expected = (", ".join(f"{share:.3g}" for share in weights[:_SHARES_SHOWN]) for weights in (shares, declared))
     fault = f"it has another divisor: pieces of {listed(sizes)} samples have the weights {shown} instead of {expected}."
@@ -291,24 +294,29 @@ def _declaration(items: Literal["samples", "tokens", "counted"], arguments: str,
 
 
 class _Call(NamedTuple):
-    """A call of a module: its name and type, and its floating-point inputs and outputs."""
+    """A call of a module: its name and type, its floating-point inputs and outputs, and later their gradients."""
 
     name: str
     inputs: list[Tensor]
     outputs: list[Tensor]
+    gradients: tuple[list[Tensor], list[Tensor]]
 
 
 def _first_difference(runs: LossRuns, verdict: Verdict) -> Diagnosis | None:
-    """Return the diagnosis for the first module whose inputs or outputs for some samples depend on other samples."""
-    whole, stop = _calls(runs, verdict.full), verdict.full.num_samples
+    """Return the diagnosis for the first module whose inputs, outputs or backward for a sample depend on others."""
+    whole, stop, number = _calls(runs, verdict.full), verdict.full.num_samples, verdict.full.num_samples
+    index, term = next(pair for pair in enumerate(runs.parts.loss.kind.terms.values()) if pair[1].weight)
     for piece in reversed(verdict.pieces[1:]):  # the last piece is the largest
         part, rows = _calls(runs, piece), range(stop - piece.num_samples, stop)
         stop = rows.start
+        share = 1.0 if term.is_sum else runs.counts(piece)[index] / (runs.counts(verdict.full)[index] or 1.0)
         if [call.name for call in whole] != [call.name for call in part]:
             continue
-        for number, (full_call, part_call) in enumerate(zip(whole, part, strict=True)):
-            if not _agree(full_call.inputs, part_call.inputs, verdict.full.num_samples, rows):
-                if number:  # later modules, such as the experts of a mixture, may get rows in another order
+        for full_call, part_call in zip(whole, part, strict=True):
+            if not _agree(full_call.inputs, part_call.inputs, number, rows):
+                if (
+                    full_call is not whole[0]
+                ):  # later modules, such as the experts of a mixture, may get rows in another order
                     break
                 return Diagnosis(
                     "inputs",
@@ -317,14 +325,26 @@ def _first_difference(runs: LossRuns, verdict: Verdict) -> Diagnosis | None:
                     f"Use constants of the data set, or values of each sample. {_BEFOREHAND}",
                     where="inputs of the model",
                 )
-            if not _agree(full_call.outputs, part_call.outputs, verdict.full.num_samples, rows):
+            where = full_call.name.partition(" ")[0]
+            if not _agree(full_call.outputs, part_call.outputs, number, rows):
                 return Diagnosis(
                     "module",
                     f"samples interact inside {full_call.name}: its output for one sample depends on other samples.",
                     "Let the module process each sample independently, or move the step across samples into the loss: "
                     f"{_with_small_initial(_JOINT)}",
-                    where=full_call.name.partition(" ")[0],
+                    where=where,
                 )
+            of_inputs, of_outputs = (
+                _agree(ours, [share * each for each in theirs], number, rows)
+                for ours, theirs in zip(full_call.gradients, part_call.gradients, strict=True)
+            )
+            has_rows = [bool(each.dim()) and len(each) % number == 0 for each in full_call.gradients[1]]
+            if has_rows and all(has_rows) and of_outputs and not of_inputs:
+                fault = (
+                    f"the backward of {full_call.name} scales gradients by a factor that depends on the micro-batch."
+                )
+                remedy = "Scale by a constant, not by the number of samples of the micro-batch."
+                return Diagnosis("module", fault, remedy, where=where)
     return None
 
 
@@ -332,7 +352,16 @@ def _calls(runs: LossRuns, piece: Piece) -> list[_Call]:
     calls: list[_Call] = []
 
     def note(name: str) -> Callable[..., None]:
-        return lambda _, args, kwargs, output: calls.append(_Call(name, _tensors((args, kwargs)), _tensors(output)))
+        def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ANN401 (of any module)
+            gradients = list[Tensor](), list[Tensor]()
+            for kept, values in zip(gradients, ((args, kwargs), output), strict=True):
+                for tensor in _tensors(values):
+                    if tensor.requires_grad:
+                        tensor.register_hook(kept.append)
+            inputs, outputs = ([each.detach().clone() for each in _tensors(v)] for v in ((args, kwargs), output))
+            calls.append(_Call(name, inputs, outputs, gradients))
+
+        return hook
 
     modules = runs.parts.modules.named_modules()
     hooks = [
@@ -350,7 +379,7 @@ def _calls(runs: LossRuns, piece: Piece) -> list[_Call]:
 
 def _tensors(values: Any) -> list[Tensor]:  # noqa: ANN401 (inputs or outputs of a module)
     with suppress(Exception):  # values may have any structure
-        return [tensor.detach().clone() for tensor in tensors_of(values) if tensor.is_floating_point()]
+        return [tensor for tensor in tensors_of(values) if tensor.is_floating_point()]
     return []
 
 
@@ -373,34 +402,38 @@ def _is_part(whole: Tensor, part: Tensor, number: int, rows: range) -> bool:
 
 
 def _interaction(runs: LossRuns, full: Piece) -> Diagnosis | None:
-    """Return a diagnosis if the gradient with respect to one sample's output depends on the other samples' outputs."""
-    outputs: list[Tensor] = []
+    """Return a diagnosis if the gradient of some samples' outputs changes when only the other outputs do.
+
+    The other outputs are those of the second half of the samples, in reverse order or replaced by the first one's.
+    """
+    half, kept = full.num_samples // 2, list[Tensor]()
     models = [runs.parts.model] if isinstance(runs.parts.model, nn.Module) else list(runs.parts.model.values())
 
-    def keep(_module: Any, _given: Any, output: Any) -> None:  # noqa: ANN401 (torch's protocol)
-        tensors = [
-            tensor
-            for tensor in tensors_of(output)
-            if tensor.is_floating_point() and tensor.dim() and tensor.requires_grad
-        ]
-        outputs.extend([tensor for tensor in tensors if tensor.shape[0] % full.num_samples == 0][:1])
+    def first_gradients(order: Sequence[int]) -> Tensor:
+        def reordered(tensor: Tensor) -> Tensor:
+            if not (tensor.is_floating_point() and tensor.dim() and len(tensor) % full.num_samples == 0):
+                return tensor
+            rows: Tensor = tensor.unflatten(0, (full.num_samples, -1))[list(order)].flatten(0, 1)
+            kept.extend([rows] if rows.requires_grad else [])
+            return rows
 
-    hooks = [model.register_forward_hook(keep) for model in models]
+        kept.clear()
+        hooks = [model.register_forward_hook(lambda *args: map_tensors(args[-1], reordered)) for model in models]
+        try:
+            found = torch.autograd.grad(runs.value_of(full), kept, allow_unused=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return _columns([[None if g is None else g[: half * len(g) // full.num_samples] for g in found]])
+
+    first, others = list(range(half)), list(range(half, full.num_samples))
     try:
-        value = runs.value_of(full)
-        gradients = torch.autograd.grad(value, outputs, create_graph=True, allow_unused=True)
-        # A sum with different weights, since the elements of some gradients, such as the softmax's, add up to zero.
-        first = [g[0].flatten() for g in gradients if g is not None]
-        projections = [(g * torch.linspace(0.5, 1.5, len(g)).to(g)).sum() for g in first]
-        second = torch.autograd.grad(torch.stack(projections).sum(), outputs, allow_unused=True)
+        expected, *changed = map(first_gradients, (first + others, first + others[::-1], first + [0] * len(others)))
+        if all(float((each - expected).norm()) <= _INTERACTION * float(expected.norm()) for each in changed):
+            return None
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
         return None
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if any(float(g[1:].abs().max()) > 1e-6 * float(g.abs().max()) > 0.0 for g in second if g is not None):
-        return Diagnosis("joint", "the gradient of one sample's output depends on the other samples' outputs.", _JOINT)
-    return None
+    return Diagnosis("joint", "the gradient of one sample's output depends on the other samples' outputs.", _JOINT)
 
 
 def _broadcast(runs: LossRuns, full: Piece) -> Diagnosis | None:
