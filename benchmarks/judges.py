@@ -1,9 +1,9 @@
 """The judges on unseen code: loops rewritten from public repositories, and setups with known faults.
 
-`check_loop` judges the loops of tests/diagnostics/published_loops.py in a folder with files of a user's, all of which
-are compared afterwards. A false alarm is a finding in the gradients of a loop that is right; a miss is a wrong loop
-without its required finding. `check` judges the setups of tests/diagnostics/faulty.py: it must report the code and
-place of each fault, and report the other setups as equal.
+`check_loop` judges the loops of tests/diagnostics/published_loops.py and more_loops.py in a folder with files of a
+user's, all of which are compared afterwards. A false alarm is a finding in the gradients of a loop that is right; a
+miss is a wrong loop without its required finding. `check` judges the setups of tests/diagnostics/faulty.py: it must
+report the code and place of each fault, and report the other setups as equal.
 
     python benchmarks/judges.py [--out benchmarks/results/NAME.md]
 """
@@ -21,7 +21,7 @@ from anybatch.diagnostics import check_loop
 from anybatch.errors import UserError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the loops and setups come from the tests
-from tests.diagnostics import published_loops
+from tests.diagnostics import more_loops, published_loops
 from tests.diagnostics.faulty import FAULTS, HELD
 from tests.diagnostics.test_check import HEALTHY
 
@@ -30,7 +30,8 @@ NUM_RIGHT_SETUPS = 8
 
 def loops_table(files: dict[str, str]) -> Iterator[str]:
     """Yield the table of loops, and the number of wrong judgments."""
-    loops = {loop.__name__: (loop, *known) for loop, known in published_loops.PUBLISHED.items()}
+    collection = published_loops.PUBLISHED | more_loops.MORE
+    loops = {loop.__name__: (loop, *known) for loop, known in collection.items()}
     alarms = misses = refused = touched = 0
     rows = ["| loop | rewritten from | must be found | verdict | found |", "|---|---|---|---|---|"]
     for name, (loop, source, codes) in loops.items():
@@ -42,7 +43,7 @@ def loops_table(files: dict[str, str]) -> Iterator[str]:
             continue
         in_gradient = {one.code for one in found.findings if one.in_gradient}
         alarms += bool(in_gradient and not codes)
-        misses += bool(codes - in_gradient)
+        misses += bool(codes - found.codes)
         cells = (name, source, ", ".join(sorted(codes)) or "nothing", found.verdict, ", ".join(sorted(found.codes)))
         rows.append(f"| {' | '.join(cells)} |")
         touched += files != contents()

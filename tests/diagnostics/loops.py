@@ -562,7 +562,7 @@ RIGHT_ON_RANKS = (ddp_right, all_reduce_right)
 WRONG_ON_RANKS = {
     ddp_without_sampler: {"ranks_share_samples"},
     ddp_padded: {"samples_duplicated"},
-    ddp_no_sync_round_the_backward: {"no_sync_around_backward_only"},
+    ddp_no_sync_round_the_backward: {"reduces_every_micro_batch"},
     ddp_without_no_sync: {"reduces_every_micro_batch"},
     ddp_tail_never_synced: {"not_reduced"},
     ddp_means_of_ranks: {"uneven_ranks"},

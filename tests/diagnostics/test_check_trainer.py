@@ -234,20 +234,25 @@ def script() -> None:
 
 SCRIPT = """
 from pathlib import Path
+from transformers import Trainer
 from tests.diagnostics.test_check_trainer import HEADS, make_trainer
 
 def train():
-    make_trainer(HEADS["{head}"], Path("{folder}")).train()
+    trainer: Trainer = make_trainer(HEADS["{head}"], Path("{folder}"), Trainer)
+    trainer.train()
     raise AssertionError("was trained")
 """
 
 
-@pytest.mark.parametrize(("head", "status"), [("BERT, classes", 8), ("Llama", 0)])
-def test_command(head: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "head", "status"),
+    [("--trainer", "BERT, classes", 8), ("--trainer", "Llama", 0), ("--loop", "BERT, classes", 8)],
+)
+def test_command(option: str, head: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command checks the trainer that a script would train, and its exit status is the verdict of the trainer."""
-    file = tmp_path / f"script_{status}.py"
+    file = tmp_path / f"script_{option.strip('-')}_{status}.py"
     file.write_text(SCRIPT.format(head=head, folder=tmp_path), encoding="utf-8")
-    assert main(["check", "--trainer", f"{file}:train"]) == status
+    assert main(["check", option, f"{file}:train"]) == status
     assert "after ab.exact(trainer)" in capsys.readouterr().out
 
 

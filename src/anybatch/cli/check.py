@@ -55,8 +55,8 @@ def make_parser() -> Parser:
     loop.add_argument("--loop", metavar="FILE.py:FUNCTION", help="the function that runs your training loop")
     loop.add_argument(
         "--data",
-        choices=("classes", "tokens", "values"),
-        help="targets of the test data: class labels, tokens or real values (default: all that the loop accepts)",
+        choices=("classes", "tokens", "values", "scores"),
+        help="targets of the test data: class labels, tokens, real values, or 0 and 1 (default: all that it accepts)",
     )
     loop.add_argument(
         "--ranks", type=int, choices=(1, 2), help="number of processes (default: 2 if the loop uses torch.distributed)"
@@ -109,14 +109,20 @@ def first_batch(job: "Job", num_samples: int, seed: int) -> "Batch":
 
 
 def check_loop_function(
-    name: str, *, data: Literal["classes", "tokens", "values"] | None, ranks: Literal[1, 2] | None
+    name: str, *, data: Literal["classes", "tokens", "values", "scores"] | None, ranks: Literal[1, 2] | None
 ) -> int:
-    """Check an unchanged training loop, print the report, and return the exit status."""
-    from anybatch.diagnostics.loop_check.check_loop import check_named_loop
+    """Check an unchanged training loop, or the trainer that it builds, and return the exit status."""
+    from anybatch.diagnostics.loop_check.check_loop import check_loop
+    from anybatch.errors import LoopError
     from anybatch.recipes import load_function
 
     # The subprocess calls this function, because importing the file runs its code.
     find = partial(load_function, name, "loop")
-    report = check_named_loop(find, data=data, ranks=ranks)
+    try:
+        report = check_loop(find, data=data, ranks=ranks, returns_loop=True)
+    except LoopError as error:
+        if error.code != "uses_trainer":
+            raise
+        return check_trainer_function(name)
     sys.stdout.write(f"{report}\n")
     return Status.NOT_EXACT if report.findings else Status.DONE

@@ -5,15 +5,16 @@ import itertools
 import math
 import multiprocessing
 import pickle
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from anybatch.diagnostics.loop_check.judge import judge
+from anybatch.diagnostics.loop_check.judge import LoopJudge
 from anybatch.diagnostics.loop_check.judged_loop import JudgedLoop, prepare_process, read_loop
 from anybatch.diagnostics.loop_check.probe import TARGET_KINDS, LoopStopped, LoopTrace, TargetKind, time_limit
 from anybatch.diagnostics.loop_check.report import LoopReport, LoopVerdict
@@ -33,52 +34,37 @@ def check_loop(
     data: TargetKind | None = None,
     ranks: Literal[1, 2] | None = None,
     time_limit_seconds: float = 20.0,
+    returns_loop: bool = False,
 ) -> LoopReport:
     """Check whether the steps of an unchanged training loop use the gradients of their unsplit batches.
 
     The loop is a function of a model, a loader or data set, and usually an optimizer and a number of accumulation
     steps; `judged_loop.ROLES` lists the accepted parameter names. The loop runs for two epochs on 31 samples, with 3
     micro-batches of 4 samples per step, on a model whose gradient shows the weight of each sample. A loop that uses
-    torch.distributed runs on two processes with gloo.
-
-    The loop runs in a subprocess, in a temporary copy of the working folder: see `sandbox`.
+    torch.distributed runs on two processes with gloo. If it has several models, each trained one is checked. The loop
+    runs in a subprocess, in a temporary copy of the working folder: see `sandbox`.
 
     Args:
         function: the loop.
-        data: the kind of targets: "classes", "tokens" or "values"; None: all that the loop accepts, "values" last.
+        data: the kind of targets: "classes", "tokens", "values" or "scores" (0 and 1); None: all that the loop accepts.
         ranks: number of ranks; None: 2 if the loop uses torch.distributed, else 1.
         time_limit_seconds: a run of the loop that takes longer is stopped.
+        returns_loop: the function imports the loop and returns it; it runs in the subprocess.
 
     Raises:
         LoopError: a parameter is unknown, or the loop raised an error, whose traceback is in the message.
     """
-    return check_named_loop(partial(_identity, function), data=data, ranks=ranks, time_limit_seconds=time_limit_seconds)
-
-
-def _identity(function: Loop) -> Loop:
-    return function
-
-
-def check_named_loop(
-    find: Callable[[], Loop],
-    *,
-    data: TargetKind | None = None,
-    ranks: Literal[1, 2] | None = None,
-    time_limit_seconds: float = 20.0,
-) -> LoopReport:
-    """Judge the loop that `find` returns, as `check_loop` does; `find` imports it in the subprocess."""
-    work = partial(_judge, find, data, ranks, time_limit_seconds)
-    timeout_seconds = IMPORT_SECONDS + MAX_RUNS * time_limit_seconds
-    return run_in_sandbox(work, timeout_seconds=timeout_seconds)
+    work = partial(_judge, function, data, ranks, time_limit_seconds, returns_loop=returns_loop)
+    return run_in_sandbox(work, timeout_seconds=IMPORT_SECONDS + MAX_RUNS * time_limit_seconds)
 
 
 def _judge(
-    find: Callable[[], Loop], data: TargetKind | None, ranks: Literal[1, 2] | None, seconds: float
+    function: Loop, data: TargetKind | None, ranks: Literal[1, 2] | None, seconds: float, *, returns_loop: bool
 ) -> LoopReport:
     """Return the report on a loop; runs in the sandbox."""
     try:
         with time_limit(IMPORT_SECONDS):
-            function = find()
+            function = function() if returns_loop else function
     except LoopStopped:
         message = (
             f"importing the loop took more than {IMPORT_SECONDS:g} seconds and was stopped. If its file trains on "
@@ -87,34 +73,52 @@ def _judge(
         raise LoopError(message) from None
     base_loop = read_loop(function, seconds)
     num_ranks = NUM_RANKS if (base_loop.uses_ranks if ranks is None else ranks > 1) else 1
-    ran: dict[TargetKind, tuple[JudgedLoop, Sequence[LoopTrace]]] = {}
-    reports: dict[TargetKind, LoopReport] = {}
-    failures: dict[TargetKind, LoopError] = {}
     if num_ranks == 1:
         prepare_process(in_group=base_loop.uses_ranks)
+    ran: dict[TargetKind, list[tuple[JudgedLoop, Sequence[LoopTrace]]]] = {}
+    reports: list[tuple[TargetKind, LoopReport]] = []
+    failures: dict[TargetKind, LoopError] = {}
     # Runs on several ranks come first, because forking processes after a backward is not safe everywhere.
-    for kind, dtype in itertools.product(TARGET_KINDS if data is None else (data,), (torch.float64, torch.float32)):
-        # A loss of classes often accepts values too: skip "values" then. Loops with float32 tensors need float32.
-        if kind not in ran and (kind != "values" or not ran):
-            loop = dataclasses.replace(base_loop, kind=kind, dtype=dtype)
+    kinds = sorted(TARGET_KINDS, key=lambda kind: kind != "tokens") if base_loop.is_for_tokens else TARGET_KINDS
+    for kind, dtype in itertools.product((data,) if data else kinds, (torch.float64, torch.float32)):
+        # Other data often run too, with another meaning: skip them. Loops with float32 tensors need float32.
+        if kind not in ran and not (ran and (kind in {"values", "scores"} or base_loop.is_for_tokens)):
             try:
-                ran[kind] = loop, _traces_of(loop, num_ranks)
+                ran[kind] = _run_all(dataclasses.replace(base_loop, kind=kind, dtype=dtype), num_ranks)
             except LoopError as error:
                 failures.setdefault(kind, error)
     if num_ranks > 1:
         prepare_process(in_group=base_loop.uses_ranks)
-    for kind, (loop, traces) in ran.items():
+    for kind, runs in ran.items():
         try:
-            reports[kind] = judge(loop, traces)
+            reports += [(kind, LoopJudge(loop, traces).report()) for loop, traces in runs]
         except LoopError as error:
             failures[kind] = error
     if not reports:
         first = next(iter(failures))
         roles = ", ".join(f"{name}: {role.replace('_', ' ')}" for name, role in base_loop.roles.items())
-        kinds = " and ".join(failures)
-        message = f"{base_loop.name} failed on {kinds}. Its arguments were {roles}.\n\n{failures[first]}"
+        message = (
+            f"{base_loop.name} failed on {' and '.join(failures)}. Its arguments were {roles}.\n\n{failures[first]}"
+        )
         raise LoopError(message, cause=failures[first].cause)
     return _merge_reports(reports)
+
+
+def _run_all(loop: JudgedLoop, num_ranks: int) -> list[tuple[JudgedLoop, Sequence[LoopTrace]]]:
+    """Run a loop once for each of its models, and return the runs whose model is trained, or else the first run."""
+    runs = []
+    for watched in range(len(loop.models)):
+        loop = dataclasses.replace(loop, watched=watched)
+        try:
+            traces = _traces_of(loop, num_ranks)
+        except LoopError as error:
+            number = re.search(r"values to unpack \(expected (\d+)", str(error))
+            if number is None or loop.num_outputs > 1:
+                raise
+            loop = dataclasses.replace(loop, num_outputs=int(number[1]))  # the model may return several values
+            traces = _traces_of(loop, num_ranks)
+        runs.append((loop, traces))
+    return [run for run in runs if run[1][0].steps] or runs[:1]
 
 
 def _traces_of(loop: JudgedLoop, num_ranks: int) -> Sequence[LoopTrace]:
@@ -143,14 +147,13 @@ def _trace_from(outcome: RankOutcome) -> LoopTrace:
     return trace
 
 
-def _merge_reports(reports: Mapping[TargetKind, LoopReport]) -> LoopReport:
-    """Return the report with the worst verdict, with the findings on all kinds of data."""
-    worst = max(reports, key=lambda kind: list(LoopVerdict).index(reports[kind].verdict))
-    report = reports[worst]
-    findings = {finding.code: finding for each in (*reports.values(), report) for finding in each.findings}
-    if findings.keys() == report.codes and len({each.verdict for each in reports.values()}) == 1:
+def _merge_reports(reports: Sequence[tuple[TargetKind, LoopReport]]) -> LoopReport:
+    """Return the report with the worst verdict, with the findings on all kinds of data and for all models."""
+    worst, report = max(reports, key=lambda pair: list(LoopVerdict).index(pair[1].verdict))
+    findings = {finding.code: finding for _, each in (*reports, (worst, report)) for finding in each.findings}
+    if findings.keys() == report.codes and len({each.verdict for _, each in reports}) == 1:
         return report
-    verdicts = "; ".join(f"on {kind} {each.verdict}" for kind, each in reports.items())
+    verdicts = "; ".join(f"on {kind} {each.verdict}" for kind, each in reports)
     remark = f"Checked on each accepted kind of data: {verdicts}. The table is for {worst}; choose a kind with --data."
     return dataclasses.replace(
         report,

@@ -37,11 +37,14 @@ SMALL_GAIN, LARGE_GAIN = 2.0**-20, 2.0**20
 """Factors that make gradients so small that they are never clipped, or so large that they are always clipped."""
 ROLES: Mapping[str, str] = MappingProxyType(
     {
-        "model": r"model|net|network|module|ddp_model",
-        "loader": r"(train_?|training_)?(data_?)?(loader|dl)(_train)?|(train_)?batches|(train|data)_iter",
+        "model": (
+            r"model|net(work)?|module|ddp_model|agent|policy|generator|discriminator|critic|actor|encoder|decoder"
+            r"|(net|model)_?[dgst]|(ema|student|teacher|target|online)(_?(model|net(work)?))?|model_(ema|student|teacher)"
+        ),
+        "loader": r"(train_?|training_)?(data_?)?(loader|dl)(_train)?|(train_)?batches|(train|data)_iter|rollouts",
         "get_batch": r"(get|next|sample)_(train_)?batch|get_next_batch",
         "dataset": r"(train_)?dataset|train_?set|(train_)?data",
-        "optimizer": r"optimizer|optim|opt",
+        "optimizer": r"optimizer|optim|opt|optim(izer)?_?(\w|\w*(or|er))|(\w|\w*(or|er))_opt(im(izer)?)?",
         "settings": r"args|cfg|config|conf|hparams|hps|params|flags|settings",
         "accumulation_steps": r"\w*accum\w*|grad_acc(_steps)?|update_freq|k",
         "criterion": r"criterion|loss_(fn|func|function)",
@@ -58,7 +61,7 @@ ROLES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Role of a parameter -> regular expression for its name. A required parameter without a role is an error; an optional
-parameter without a role keeps its default."""
+parameter without a role keeps its default. Only models and optimizers may be several."""
 _SETTINGS = frozenset({"accumulation_steps", "epochs", "max_steps", "micro_batch_size", "max_norm", "device", "scaler"})
 """Roles that the attributes of a settings object may have."""
 _GUESSES: tuple[tuple[str, Any], ...] = (
@@ -73,6 +76,8 @@ _RANK_NAMES = frozenset(
     {"DistributedDataParallel", "no_sync", "DistributedSampler", "all_reduce", "get_rank", "get_world_size"}
 )
 
+_TRAINER = "transformers.trainer"
+
 
 def read_loop(function: Callable[..., Any], time_limit_seconds: float) -> "JudgedLoop":
     """Find out which arguments a loop needs, from its signature and from the names in its code."""
@@ -82,16 +87,24 @@ def read_loop(function: Callable[..., Any], time_limit_seconds: float) -> "Judge
     if "loader" not in roles.values() and streams - roles.keys():  # a data set that returns batches is a loader
         roles = {name: "loader" if role == "dataset" else role for name, role in roles.items()}
     settings = {role_of(name) for name in names} & _SETTINGS if "settings" in roles.values() else set()
+    needed = frozenset(roles.values()) | settings
+    code = getattr(inspect.unwrap(function), "__code__", None)
     return JudgedLoop(
         function=function,
+        name=getattr(function, "__name__", "the loop"),
+        file=None if code is None else code.co_filename,
         time_limit_seconds=time_limit_seconds,
         roles=roles,
-        needed=frozenset(roles.values()) | settings,
+        models=tuple(name for name, role in roles.items() if role == "model"),
+        needed=needed,
+        has_accumulation_steps="accumulation_steps" in needed,
+        takes_loader=bool({"loader", "get_batch"} & needed),
         is_stream=bool(streams),
         uses_ranks=bool(names & _RANK_NAMES),
         # The loop calls no_sync, a method of the wrapper, but does not wrap the model itself.
         expects_wrapper="no_sync" in names and "DistributedDataParallel" not in names,
         uses_scaler=any("scaler" in name.lower() for name in names),
+        is_for_tokens=bool(names & {"input_ids", "tokens", "attention_mask"}),
     )
 
 
@@ -110,15 +123,15 @@ def _roles_in_signature(function: Callable[..., Any]) -> dict[str, str]:
         role, is_required = role_of(name), parameter.default is parameter.empty
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        if role and role not in roles.values() and (is_required or role != "max_steps"):
+        is_new = role not in roles.values() or (is_required and role in {"model", "optimizer"})
+        if role and is_new and (is_required or role != "max_steps"):
             roles[name] = role
         elif is_required:
             unknown.append(name)
     name = getattr(function, "__name__", "the loop")
     known = f"Recognised names are {', '.join(ROLES)}, and common variants of them."
-    trainers = sorted(used for used in _names_used(function) if used.endswith("Trainer"))
-    if trainers and "model" not in roles.values():
-        message = f"{name} uses a {trainers[0]}: check it with anybatch check --trainer FILE.py:{name}."
+    if _TRAINER in _names_used(function) and "model" not in roles.values():
+        message = f"{name} trains with a Trainer of transformers: check it with ab.check(trainer)."
         raise LoopError(message, code="uses_trainer")
     if unknown:
         message = (
@@ -136,7 +149,10 @@ def _roles_in_signature(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def _names_used(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the names used in a function and in its module's functions and classes, with real names of aliases."""
+    """Return the names and keys used in a function and in its module's functions and classes.
+
+    Aliases also have their real names. The module of transformers' Trainer is included if they use one.
+    """
     names = set(inspect.signature(function).parameters)
     inner = inspect.unwrap(function)
     scope: Mapping[str, Any] = getattr(inner, "__globals__", {})
@@ -146,11 +162,15 @@ def _names_used(function: Callable[..., Any]) -> frozenset[str]:
         if code is None or code in seen:
             continue
         seen.add(code)
-        names.update(code.co_names)
+        names.update(code.co_names, (text for text in code.co_consts if isinstance(text, str) and text.isidentifier()))
+        imported = {getattr(scope.get(name), "__name__", name).partition(".")[0] for name in code.co_names}
+        if imported & {"transformers", "trl"} and any(n.endswith("Trainer") and n not in scope for n in code.co_names):
+            names.add(_TRAINER)
         pending += [constant for constant in code.co_consts if isinstance(constant, CodeType)]  # nested functions
         for value in (scope[name] for name in code.co_names if name in scope):
             if inspect.isclass(value) or inspect.isfunction(value):
                 names.add(value.__name__)
+                names.update(_TRAINER for base in getattr(value, "__mro__", ()) if base.__module__ == _TRAINER)
             if inspect.isfunction(value) and value.__globals__ is scope:
                 pending.append(value.__code__)
             if inspect.isclass(value) and value.__module__ == inner.__module__:
@@ -187,26 +207,23 @@ class JudgedLoop:
     """A loop, the arguments that it needs, and the data that it runs on."""
 
     function: Callable[..., Any]
+    name: str  # of the function
+    file: str | None  # of the function; None for a callable object
     time_limit_seconds: float
     roles: Mapping[str, str]  # parameter name -> role, for all parameters that are recognised
+    models: tuple[str, ...]  # parameters for models
     needed: frozenset[str]  # all roles, as parameters or as attributes of a settings object
+    has_accumulation_steps: bool
+    takes_loader: bool  # receives micro-batches instead of a data set
     is_stream: bool  # the loop requests one batch at a time, so it sees no end of an epoch
     uses_ranks: bool  # uses torch.distributed
     expects_wrapper: bool  # expects a model that is already wrapped in DistributedDataParallel
     uses_scaler: bool  # uses a GradScaler
+    is_for_tokens: bool  # uses names of batches of tokens
     kind: TargetKind = "classes"
     dtype: torch.dtype = torch.float64
-
-    @property
-    def name(self) -> str:
-        """The name of the function."""
-        return getattr(self.function, "__name__", "the loop")
-
-    @property
-    def location(self) -> tuple[str | None, int | None]:
-        """The path of the function's file, and its first line; None for a callable object."""
-        code = getattr(inspect.unwrap(self.function), "__code__", None)
-        return (None, None) if code is None else (code.co_filename, code.co_firstlineno)
+    num_outputs: int = 1  # values that a model returns
+    watched: int = 0  # the model whose gradients are recorded, if there are several
 
     @property
     def data(self) -> ProbeData:
@@ -218,16 +235,6 @@ class JudgedLoop:
         """The ids of an epoch's samples; if the loop requests one batch at a time, they fill whole windows."""
         window = MICRO_BATCH_SIZE * ACCUMULATION_STEPS
         return range(NUM_SAMPLES // window * window if self.is_stream else NUM_SAMPLES)
-
-    @property
-    def has_accumulation_steps(self) -> bool:
-        """Whether the loop has a parameter for accumulation steps."""
-        return "accumulation_steps" in self.needed
-
-    @property
-    def takes_loader(self) -> bool:
-        """Whether the loop receives micro-batches instead of a data set."""
-        return bool({"loader", "get_batch"} & self.needed)
 
     def run(
         self,
@@ -244,25 +251,44 @@ class JudgedLoop:
 
         A function without a parameter for epochs is called once per epoch.
         """
-        needed, recorder = self.needed, Recorder(self.location[0], gain, epochs)
+        needed, recorder = self.needed, Recorder(self.file, gain, epochs)
         torch.set_grad_enabled(True)  # an earlier run may have changed these settings
         torch.set_default_dtype(torch.float32)
         seed_generators(seed)
-        model = RowModel(self.data, gain, recorder)
-        loader = ProbeLoader(self.data, self.ids if ids is None else ids, size, recorder)
+        data, watched, models = self.data, self.models[self.watched], dict[str, RowModel]()
+        for name in self.models:
+            # Other outputs than the watched model's, which a teacher imitates; scores are too close to be told apart.
+            factor = 1.0 if name == watched or self.kind == "scores" else 0.9
+            other = recorder if name == watched else Recorder(None, gain)
+            models[name] = RowModel(data, gain, other, self.num_outputs, factor)
+        loader = ProbeLoader(data, self.ids if ids is None else ids, size, recorder)
         with _scaled_by(loss_scale), _CudaIsCpu(), recorder, time_limit(self.time_limit_seconds):
-            values = self._values(model, loader, steps, epochs)
+            optimizers = self._optimizers(models)
+            values = self._values(models[watched], next(iter(optimizers.values())), loader, steps, epochs)
             values["settings"] = GuessedSettings(values, recorder.trace.guesses)
-            recorder.watch(model.table, [values["optimizer"]] if "optimizer" in needed else [])
+            values |= {**optimizers} | {name: values["model"] if name == watched else models[name] for name in models}
+            recorder.watch(models[watched].table, list(optimizers.values()) if "optimizer" in needed else [])
             for epoch in range(1 if {"epochs", "max_steps"} & needed else epochs):
                 self._call({**values, "epoch": epoch})
                 recorder.trace.call_ends.append(len(recorder.trace.forwards))
         return recorder.trace
 
-    def _values(self, model: nn.Module, loader: ProbeLoader, steps: int, epochs: int) -> dict[str, Any]:
+    def _optimizers(self, models: Mapping[str, RowModel]) -> Mapping[str, torch.optim.Optimizer]:
+        """Return an optimizer for each such parameter: of the model with its suffix or prefix, or of all models."""
+        names = [name for name, role in self.roles.items() if role == "optimizer"] or ["optimizer"]
+        trained = [name for name in models if not re.search("ema|teacher|target", name.lower())] or list(models)
+        optimizers = {}
+        for name in names:
+            word = re.sub("optim(izer)?|opt|_", "", name.lower())
+            own = [each for each in trained if word and re.sub("net(work)?|model|_", "", each.lower()).startswith(word)]
+            # Any learning rate will do: the outputs of the models do not depend on their parameters.
+            optimizers[name] = torch.optim.SGD([models[each].table for each in own or trained], lr=0.1)
+        return optimizers
+
+    def _values(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: ProbeLoader, steps: int, epochs: int
+    ) -> dict[str, Any]:
         """Return the value of each role."""
-        # Any learning rate will do: the outputs of the model do not depend on its parameters.
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return {
             "model": DistributedDataParallel(model) if self.expects_wrapper else model,
             "loader": loader,
@@ -270,7 +296,7 @@ class JudgedLoop:
             "dataset": loader.dataset,
             "optimizer": optimizer,
             "accumulation_steps": steps,
-            "criterion": nn.MSELoss() if self.kind == "values" else nn.CrossEntropyLoss(),
+            "criterion": {"values": nn.MSELoss, "scores": nn.BCELoss}.get(self.kind, nn.CrossEntropyLoss)(),
             # The rate falls in every step, so that a schedule that runs too fast is detected.
             "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step)),
             "scaler": torch.amp.GradScaler("cpu"),
@@ -286,7 +312,7 @@ class JudgedLoop:
     def _call(self, values: Mapping[str, Any]) -> None:
         """Call the loop with the value of each role."""
         bound = inspect.signature(self.function).bind_partial()
-        bound.arguments.update({name: values[role] for name, role in self.roles.items()})
+        bound.arguments.update({name: values.get(name, values[role]) for name, role in self.roles.items()})
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -11,6 +11,7 @@ weight of each sample can be read from the gradient, for any loss.
 
 import inspect
 import itertools
+import re
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,9 +52,15 @@ class Forward:
     learning_rates: tuple[float, ...]
     is_synced: bool | None  # whether DistributedDataParallel would reduce its backward; None without that wrapper
     line: int | None
+    has_backward: bool = False
     has_gradient: bool = False  # whether its backward gave a gradient other than zero
     rank: int = 0
     epoch: int = 0
+
+    @property
+    def key(self) -> tuple[int, int, tuple[int, ...]]:
+        """The rank, epoch and samples: equal for further forwards of the same micro-batch."""
+        return self.rank, self.epoch, self.ids
 
 
 @dataclass(slots=True)
@@ -64,7 +71,7 @@ class RankStep:
     forwards: set[int] = field(default_factory=set)  # indices of forwards whose backward ran since the previous step
     num_forwards: int = 0  # number of forwards before this step, from the start of the loop
     num_reductions: int = 0  # by DistributedDataParallel, since the previous step
-    is_stale: bool = False  # the first backward was added to an old gradient
+    is_stale: bool = False  # the first backward was added to an old gradient, which was not cleared later
     is_accumulated: bool = False  # backwards added to .grad; otherwise the loop adds up gradients itself
     line: int | None = None
 
@@ -77,7 +84,6 @@ class LoopTrace:
     steps: list[RankStep] = field(default_factory=list)
     backward_line: int | None = None  # of the first backward
     output_gradients: dict[int, Tensor] = field(default_factory=dict)  # sample -> gradient in its first forward
-    has_late_no_sync: bool = False  # whether no_sync() was around a backward, but not around its forward
     changed_lines: list[int | None] = field(default_factory=list)  # backwards before which .grad was changed
     changed_after_lines: list[int | None] = field(default_factory=list)  # steps after which .grad was changed
     call_ends: list[int] = field(default_factory=list)  # number of forwards at the end of each call
@@ -131,8 +137,8 @@ class Recorder:
         yield from batches
         self._finished.add(number)
 
-    def forward(self, ids: Sequence[int], outputs: Tensor) -> None:
-        """Record a forward, and the gradient of its outputs."""
+    def forward(self, ids: Sequence[int], outputs: Tensor, shape: Sequence[int]) -> None:
+        """Record a forward, and the gradient of its outputs, which have this shape for each sample."""
         if self._in_closure and tuple(ids) in {self.trace.forwards[number].ids for number in self._step.forwards}:
             return  # a line search computes the same gradient again
         self._compare_with_used()
@@ -148,11 +154,10 @@ class Recorder:
 
         def receive(gradient: Tensor) -> None:
             self._step.forwards.add(number)
-            forward.has_gradient |= bool(gradient.any())
+            forward.has_backward, forward.has_gradient = True, forward.has_gradient or bool(gradient.any())
             self.trace.backward_line = self.trace.backward_line or self._line()
-            self.trace.has_late_no_sync |= bool(forward.is_synced) and self._is_synced() is False
-            rows = gradient.detach().double().cpu()
-            for sample, row in zip(ids, rows if rows.dim() == 3 else rows.unsqueeze(1), strict=True):  # noqa: PLR2004
+            rows = gradient.detach().double().cpu().reshape(len(ids), *shape)
+            for sample, row in zip(ids, rows, strict=True):
                 self.trace.output_gradients.setdefault(sample, row)
 
         outputs.register_hook(receive)
@@ -164,8 +169,9 @@ class Recorder:
         """Record a backward whose gradient was added to .grad, and not reduced yet."""
         gradient = self._gradient()
         before = gradient - self._incoming
-        if not self._step.is_accumulated:
-            self._step.is_accumulated, self._step.is_stale = True, bool(before.any())
+        # Old gradients are harmless if they are cleared before the step.
+        self._step.is_stale = bool(before.any()) and (self._step.is_stale or not self._step.is_accumulated)
+        self._step.is_accumulated = True
         # DistributedDataParallel decides in the forward whether it reduces the backward.
         self._step.num_reductions += any(forward.is_synced for forward in self.trace.forwards[-1:])
         if self._sum.any() and before.any() and not is_close(before, self._sum):
@@ -254,10 +260,12 @@ def near(found: float, expected: float) -> bool:
     return abs(found - expected) <= TOLERANCE * max(abs(found), abs(expected))
 
 
-TargetKind = Literal["classes", "tokens", "values"]
+TargetKind = Literal["classes", "tokens", "values", "scores"]
 TARGET_KINDS: tuple[TargetKind, ...] = get_args(TargetKind)
 NUM_ROWS = 32
 _NUM_OUTPUTS, _NUM_POSITIONS, _IGNORED = 5, 6, -100
+_MIN_PEAK = 5.0
+"""Ratio of the maximum of a row to its mean that inputs have, also mixed or with noise, and noise alone has not."""
 _TARGET_NAMES = frozenset({"label", "labels", "target", "targets", "y", "lm_labels", "tgt"})
 _ABSENT_NAMES = frozenset({"edge_index", "edge_attr", "edge_weight", "batch", "pos", "weight", "mask", "lengths"})
 """Attributes of graph batches that are None in a `ProbeBatch`."""
@@ -267,18 +275,27 @@ _ABSENT_NAMES = frozenset({"edge_index", "edge_attr", "edge_weight", "batch", "p
 class ProbeData:
     """Samples: inputs that identify them, their targets, and the model's outputs for them.
 
-    The kind is "classes" (one class per sample), "values" (one number per output) or "tokens" (one class per position;
-    the number of masked positions varies between samples).
+    The kind is "classes" (one class per sample), "values" (one number per output), "scores" (0 or 1 per sample, for
+    the only output, which is between 0 and 1) or "tokens" (one class per position; the number of masked positions
+    varies between samples). `latest` are the samples of the loader's latest batch.
     """
 
     kind: TargetKind
     inputs: Shaped[Tensor, "sample ..."]
     targets: Shaped[Tensor, "sample ..."]
     outputs: Float[Tensor, "sample position output"]
+    latest: list[int] = field(default_factory=lambda: [*range(NUM_ROWS)])
 
     def ids(self, inputs: Tensor) -> Tensor:
-        """Return the samples with these inputs."""
-        return inputs[:, 0].long() // _NUM_POSITIONS if self.kind == "tokens" else inputs.flatten(1).argmax(1)
+        """Return the samples with these inputs, or with these outputs of another model; the latest ones for noise."""
+        rows, outputs = inputs.detach().flatten(1).double(), self.outputs.flatten(1).double()
+        if rows.shape[1] == outputs.shape[1]:
+            return torch.cdist(rows, outputs).argmin(1)
+        if self.kind == "tokens":
+            return inputs[:, 0].long() // _NUM_POSITIONS
+        if float((rows.amax(1) / rows.abs().mean(1)).mean()) > _MIN_PEAK:
+            return rows.argmax(1)
+        return torch.tensor([self.latest[number % len(self.latest)] for number in range(len(rows))])
 
 
 def make_data(kind: TargetKind, *, is_padded: bool = True, dtype: torch.dtype = torch.float64) -> ProbeData:
@@ -288,6 +305,9 @@ def make_data(kind: TargetKind, *, is_padded: bool = True, dtype: torch.dtype = 
     outputs = torch.randn(NUM_ROWS, num_positions, _NUM_OUTPUTS, generator=generator, dtype=torch.float64).to(dtype)
     # One-hot, so that a sample can be recognised under noise or when mixed with another one.
     inputs = 100.0 * torch.eye(NUM_ROWS, dtype=dtype)
+    if kind == "scores":
+        targets = torch.randint(2, (NUM_ROWS,), generator=generator).to(dtype)
+        return ProbeData(kind, inputs, targets, outputs[..., :1].sigmoid())
     if kind == "values":
         targets = torch.rand(NUM_ROWS, _NUM_OUTPUTS, generator=generator, dtype=torch.float64).to(dtype)
         return ProbeData(kind, inputs, targets, outputs)
@@ -303,12 +323,24 @@ def make_data(kind: TargetKind, *, is_padded: bool = True, dtype: torch.dtype = 
 
 
 class RowModel(nn.Module):
-    """The probe model, which finds the inputs among its arguments; if it finds labels, it also returns a loss."""
+    """The probe model, which finds the inputs among its arguments; if it finds labels, it also returns a loss.
 
-    def __init__(self, data: ProbeData, gain: float, recorder: Recorder) -> None:
+    If `num_outputs` is above 1, it returns as many values: its outputs, and their means. Its outputs are those of
+    the data times `factor`. It keeps the last loss.
+    """
+
+    def __init__(self, data: ProbeData, gain: float, recorder: Recorder, num_outputs: int, factor: float) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.zeros_like(data.outputs))
         self._data, self._gain, self._recorder = data, gain, recorder
+        self._num_outputs, self._factor = num_outputs, factor
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (state that models keep)
+        if re.fullmatch(r"(last_)?loss", name) and "_kept" in vars(self):
+            return self._kept
+        if re.fullmatch(r"(init|get|reset)_(hidden|state|memory)\w*", name):
+            return lambda *_args, **_options: torch.zeros(2, 1, 1)
+        return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (called as the user's loop calls its model)
         """Return one row of outputs per sample, or a `ModelOutput` if there are labels among the arguments."""
@@ -316,47 +348,51 @@ class RowModel(nn.Module):
         given = [*args, *(value for name, value in kwargs.items() if name not in _TARGET_NAMES)]
         if len(given) == 1 and isinstance(given[0], dict):  # the batch as one argument
             labels, given = given[0]["labels"], [given[0]["inputs"]]
-        inputs = next((value for value in given if isinstance(value, Tensor) and value.dim() > 1), None)
+        tensors = [value for value in given if isinstance(value, Tensor) and value.dim()]
+        inputs = next((value for value in tensors if value.dim() > 1), None)
+        if inputs is None:  # the scores of another model
+            inputs = next((value[:, None] for value in tensors if value.is_floating_point()), None)
         if inputs is None:
             message = f"the model was called without inputs: {[type(value).__name__ for value in given]}"
             raise TypeError(message)
-        ids = self._data.ids(inputs)
+        ids, shape = self._data.ids(inputs), self._data.outputs.shape[1:]
         rows, targets = self.table[ids], self._data.targets[ids]
-        outputs = self._data.outputs.to(rows)[ids] + self._gain * (rows - rows.detach())
-        outputs = outputs if self._data.kind == "tokens" else outputs.squeeze(1)
+        outputs = self._factor * self._data.outputs.to(rows)[ids] + self._gain * (rows - rows.detach())
+        if inputs.requires_grad:  # another model made them, so its gradient passes through
+            outputs = outputs + (inputs - inputs.detach()).flatten(1).sum(1)[:, None, None]
+        outputs = outputs.reshape(targets.shape if self._data.kind == "scores" else (-1, *shape[shape[0] == 1 :]))
         if outputs.requires_grad:  # otherwise it is an evaluation
-            self._recorder.forward(ids.tolist(), outputs)
+            self._recorder.forward(ids.tolist(), outputs, shape)
+        is_first = labels is not None
+        if not is_first and any(v.shape == targets.shape and bool((v == targets).all()) for v in tensors):
+            labels = targets  # for models that accept targets by position
         if labels is not None:
-            loss = self._loss(outputs, labels, kwargs.get("num_items_in_batch"))
-            return ModelOutput((loss, outputs), loss, outputs)
-        tensors = [value for value in given if isinstance(value, Tensor) and value is not inputs]
-        if any(value.shape == targets.shape and bool((value == targets).all()) for value in tensors):
-            loss = self._loss(outputs, targets, None)
-            return ModelOutput((outputs, loss), loss, outputs)  # like models that accept targets by position
-        return outputs
+            self._kept = loss = self._loss(outputs, labels, kwargs.get("num_items_in_batch"))
+            output = ModelOutput((loss, outputs) if is_first else (outputs, loss))
+            output.loss, output.logits = loss, outputs
+            return output
+        extra = outputs.reshape(len(ids), -1).mean(1, keepdim=True)
+        return outputs if self._num_outputs == 1 else (outputs, *[extra] * (self._num_outputs - 1))
 
     def _loss(self, outputs: Tensor, targets: Tensor, num_items: Tensor | float | None) -> Tensor:
         """Return a mean over unmasked targets, or their sum divided by `num_items`."""
-        if self._data.kind == "values":
+        if outputs.shape == self._data.targets[: len(outputs)].shape:
             return F.mse_loss(outputs, targets)
         reduction = "mean" if num_items is None else "sum"
         loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), ignore_index=_IGNORED, reduction=reduction)
         return loss if num_items is None else loss / num_items
 
 
-class ModelOutput:
+class ModelOutput(tuple[Tensor, Tensor]):  # noqa: SLOT001 (it has attributes)
     """The loss and logits of a model, accessed by name, by index, by unpacking, or as a tensor (the logits)."""
 
-    def __init__(self, order: tuple[Tensor, Tensor], loss: Tensor, logits: Tensor) -> None:
-        self.loss, self.logits, self._order = loss, logits, order
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._order)
+    loss: Tensor
+    logits: Tensor
 
     def __getitem__(self, key: Any) -> Any:  # noqa: ANN401 (a name, a number or an index of a tensor)
         if isinstance(key, str):
             return self.loss if "loss" in key else self.logits
-        return self._order[key] if isinstance(key, int | slice) else self.logits[key]
+        return super().__getitem__(key) if isinstance(key, int | slice) else self.logits[key]
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (an attribute of a tensor)
         return getattr(self.loss if name in {"backward", "item"} else self.logits, name)
@@ -398,15 +434,13 @@ class ProbeBatch(dict[str, Any]):
             raise AttributeError(name)
         if name in {"batch_size", "num_graphs", "nsentences"}:
             return len(self["labels"])
+        if name == "cuda":
+            return lambda *_args, **_options: self
         return None if name in _ABSENT_NAMES else self[name]
 
     def to(self, *args: Any, **kwargs: Any) -> Self:  # noqa: ANN401 (arguments of Tensor.to)
         """Return the batch on another device or in another data type."""
         return type(self)({name: value.to(*args, **kwargs) for name, value in self.items()})
-
-    def cuda(self, *_: object, **_options: object) -> Self:
-        """Return the batch unchanged."""
-        return self
 
 
 class ProbeLoader(DataLoader[Any]):
@@ -414,7 +448,7 @@ class ProbeLoader(DataLoader[Any]):
 
     def __init__(self, data: ProbeData, ids: Sequence[int], micro_batch_size: int, recorder: Recorder) -> None:
         self._input_name = "input_ids" if data.kind == "tokens" else "inputs"
-        self._recorder = recorder
+        self._recorder, self._data = recorder, data
         samples = TensorDataset(data.inputs[list(ids)], data.targets[list(ids)])
         super().__init__(samples, batch_size=micro_batch_size, collate_fn=self._collate)
         passes = (batch for _ in itertools.count() for batch in self)
@@ -430,5 +464,6 @@ class ProbeLoader(DataLoader[Any]):
     get_batch = get_next_batch = next_batch
 
     def _collate(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> ProbeBatch:
-        inputs, targets = zip(*pairs, strict=True)
-        return ProbeBatch({self._input_name: torch.stack(inputs), "labels": torch.stack(targets)})
+        inputs, targets = map(torch.stack, zip(*pairs, strict=True))
+        self._data.latest[:] = self._data.ids(inputs).tolist()
+        return ProbeBatch({self._input_name: inputs, "labels": targets})

@@ -1,10 +1,11 @@
 """The report on a loop: findings, a verdict, and a table of its windows (the micro-batches of an optimizer step)."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
+from itertools import groupby
 from types import MappingProxyType
 
 from anybatch.core.units import columns
@@ -47,7 +48,7 @@ uneven_ranks: Ranks with shares of different sizes count equally, so a sample in
 uneven_weights: The samples of a step have different weights.
     Divide loss sums by the items that the loss is a mean over, counted over the window.
 not_a_weighted_sum: A gradient is not a weighted sum of its samples' own gradients: the loss compares samples.
-    Average a ratio (dice, F1) over samples; for a comparison of samples, use ab.joint(encode, loss).
+    Average ratios (dice, F1) over samples, whiten over the window, or compare samples by ab.joint(encode, loss).
 draws_random_numbers: A gradient depends on random numbers of the loop (mixup, noise), so it cannot be compared.
     Switch the random part off and check again.
 not_unscaled: A gradient depends on the scale of GradScaler: it is clipped or used while scaled.
@@ -59,7 +60,7 @@ samples_duplicated: Samples occur more than once per epoch, as DistributedSample
 ranks_share_samples: Every rank trains on the same samples, so a second rank adds nothing.
     Give the loader a DistributedSampler (and call set_epoch), or each rank a part of the data.
 samples_missing: Samples are never trained on.
-    Look at drop_last, at an early break, and at how ranks share the data.
+    Look at drop_last, at an early break, at detach(), and at how ranks share the data.
 schedules_every_micro_batch: The learning rate changes inside a window: the schedule runs too fast.
     Call scheduler.step() right after optimizer.step(), under the same condition.
 clips_every_micro_batch: Gradients are clipped after every micro-batch, before they are complete.
@@ -69,20 +70,13 @@ clips_after_step: Gradients are clipped after optimizer.step(), so clipping has 
 not_reduced: Ranks step with different gradients, so their parameters drift apart.
     Reduce gradients before optimizer.step(); do not use no_sync() for the last micro-batch of a window.
 reduces_every_micro_batch: Gradients are reduced after every micro-batch: correct, but slow.
-    Run all micro-batches of a window but the last inside model.no_sync(), forward and backward.
-no_sync_around_backward_only: Gradients are reduced after every micro-batch, because the forward is outside no_sync().
-    Put the forward inside no_sync() too: DistributedDataParallel decides there whether to reduce.
+    Run all micro-batches of a window but the last inside model.no_sync(), forward (which decides) and backward.
 """
 FINDINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {code: (fault, fix) for code, fault, fix in re.findall(r"^(\w+): (.+)\n    (.+)$", _TEXTS, re.MULTILINE)}
 )
 """Code -> (the fault, the fix)."""
-HARMLESS = frozenset(
-    {
-        *("does_not_end", "schedules_every_micro_batch", "clips_after_step"),
-        *("reduces_every_micro_batch", "no_sync_around_backward_only"),
-    }
-)
+HARMLESS = frozenset({"does_not_end", "schedules_every_micro_batch", "clips_after_step", "reduces_every_micro_batch"})
 """Codes of faults that leave the gradients correct."""
 _MAX_PRINTED_STEPS = 8
 
@@ -203,12 +197,8 @@ def fraction(weight: float) -> str:
     return f"{weight:.4g}"
 
 
-def ranges(numbers: Sequence[int]) -> str:
+def ranges(numbers: Iterable[int]) -> str:
     """Return whole numbers as ranges: 0-3, 8."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
+    runs = groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+    parts = [[number for _, number in run] for _, run in runs]
     return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)

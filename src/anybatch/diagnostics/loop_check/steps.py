@@ -8,9 +8,8 @@ direction determines the scale; without such a loss, the scale is unknown.
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -37,21 +36,15 @@ class Step:
     """An optimizer step over all ranks, with all micro-batches whose backward ran since the previous step."""
 
     number: int  # from 1
+    gradient: TableGradient  # used by the optimizer
+    line: int | None  # of the optimizer step
+    epochs: frozenset[int]  # of the micro-batches
     micro_batches: tuple[Forward, ...]
+    unused: tuple[Forward, ...]  # forwards of other micro-batches since the previous step, without a backward
     lost: tuple[Forward, ...]  # micro-batches whose gradients were cleared before the step
     lost_tail: tuple[Forward, ...]  # cleared micro-batches of earlier epochs, which are not in `micro_batches`
     of_rank: RankStep  # the step on rank 0
     is_equal_on_ranks: bool
-
-    @property
-    def gradient(self) -> TableGradient:
-        """The gradient that the optimizer used."""
-        return self.of_rank.gradient
-
-    @property
-    def line(self) -> int | None:
-        """The line of the optimizer step."""
-        return self.of_rank.line
 
     @property
     def ids(self) -> Counter[int]:
@@ -61,13 +54,8 @@ class Step:
     @property
     def size(self) -> int:
         """Maximum number of micro-batches of a rank; two forwards of the same micro-batch count once."""
-        by_rank = Counter(rank for rank, _ in {(each.rank, each.ids) for each in self.micro_batches})
+        by_rank = Counter(rank for rank, _ in {(each.rank, each.ids) for each in self.micro_batches + self.unused})
         return max(by_rank.values(), default=0)
-
-    @property
-    def epochs(self) -> frozenset[int]:
-        """The epochs of the micro-batches."""
-        return frozenset(each.epoch for each in self.micro_batches)
 
     @property
     def is_cleared(self) -> bool:
@@ -94,20 +82,34 @@ def set_epochs(trace: LoopTrace, rank: int, num_epochs: int, batches_per_epoch: 
 
 def steps_of(traces: Sequence[LoopTrace]) -> list[Step]:
     """Return the optimizer steps that all ranks made."""
-    steps = []
+    steps: list[Step] = []
+    stepped = set[tuple[int, int, tuple[int, ...]]]()  # micro-batches of earlier steps
     for number, rank_steps in enumerate(zip(*(trace.steps for trace in traces), strict=False), start=1):
         used: list[Forward] = []
         lost: list[Forward] = []
+        unused: list[Forward] = []
         for trace, step in zip(traces, rank_steps, strict=True):
             forwards = [trace.forwards[each] for each in sorted(step.forwards)]
-            used += forwards
+            start = trace.steps[number - 2].num_forwards if number > 1 else 0
             if step.is_accumulated and step.gradient.any():  # `is_cleared` detects a gradient of zero
-                lost += [each for each in forwards if each.has_gradient and not step.gradient[list(each.ids)].any()]
+                gone = [each for each in forwards if each.has_gradient and not step.gradient[list(each.ids)].any()]
+                # The step of another model may leave a gradient in this one, to be cleared.
+                forwards = [each for each in forwards if each not in gone or each.key not in stepped]
+                lost += [each for each in gone if each.key not in stepped]
+            used += forwards
+            others = trace.forwards[start : step.num_forwards]
+            unused += [each for each in others if not each.has_backward and each.key not in {f.key for f in forwards}]
+        stepped |= {each.key for each in used if each not in lost}
         last_epoch = max((each.epoch for each in used), default=0)
+        micro_batches = tuple(each for each in used if each not in lost or each.epoch == last_epoch)
         steps.append(
             Step(
                 number=number,
-                micro_batches=tuple(each for each in used if each not in lost or each.epoch == last_epoch),
+                gradient=rank_steps[0].gradient,
+                line=rank_steps[0].line,
+                epochs=frozenset(each.epoch for each in micro_batches),
+                micro_batches=micro_batches,
+                unused=tuple(unused),
                 lost=tuple(each for each in lost if each.epoch == last_epoch),
                 lost_tail=tuple(each for each in lost if each.epoch < last_epoch),
                 of_rank=rank_steps[0],
@@ -125,13 +127,12 @@ def _shifted_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return _cross_entropy(outputs[:, :-1], targets[:, 1:])
 
 
-COMMON_LOSSES: Mapping[TargetKind, tuple[OutputLoss, ...]] = MappingProxyType(
-    {
-        "classes": (_cross_entropy,),
-        "tokens": (_cross_entropy, _shifted_cross_entropy),
-        "values": (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits),
-    }
-)
+_COMMON_LOSSES: Mapping[TargetKind, tuple[OutputLoss, ...]] = {
+    "classes": (_cross_entropy,),
+    "tokens": (_cross_entropy, _shifted_cross_entropy),
+    "values": (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits),
+    "scores": (F.binary_cross_entropy, F.mse_loss, F.l1_loss),
+}
 """Losses that are means over targets; for "values", the outputs have no position axis."""
 
 
@@ -146,7 +147,7 @@ class UnitGradients:
         self._measured: dict[tuple[int, ...], TableGradient | None] = {}
         self.of(loop.ids)  # sets `scale_is_known`
 
-    def of(self, ids: Sequence[int]) -> TableGradient | None:
+    def of(self, ids: Iterable[int]) -> TableGradient | None:
         """Return the unit gradients of these samples, one row per sample; None if unknown.
 
         The mean of the rows is the samples' unsplit gradient. A row is zero if its target is masked.
@@ -191,10 +192,11 @@ class UnitGradients:
 
     def _scaled(self, gradient: TableGradient, ids: tuple[int, ...]) -> TableGradient | None:
         """Return the gradient of the common loss whose gradient has the same direction; None without one."""
-        for loss in COMMON_LOSSES[self._data.kind]:
+        for loss in _COMMON_LOSSES[self._data.kind]:
             outputs = self._data.outputs[list(ids)].clone().requires_grad_()
-            inputs = outputs.squeeze(1) if self._data.kind == "values" else outputs
-            (rows,) = torch.autograd.grad(loss(inputs, self._data.targets[list(ids)]), outputs)
+            targets = self._data.targets[list(ids)]
+            inputs = outputs if targets.dtype == torch.int64 else outputs.reshape(targets.shape)
+            (rows,) = torch.autograd.grad(loss(inputs, targets), outputs)
             common = torch.zeros_like(gradient)
             common[list(ids)] = rows.to(common.dtype)
             ratio = float((gradient * common).sum() / common.square().sum())
@@ -208,10 +210,14 @@ def weights(gradient: TableGradient, unit_rows: TableGradient) -> Mapping[int, f
 
     Samples with weight zero, or without a unit gradient, are omitted.
     """
+    multiples = _multiples(gradient, unit_rows).flatten().tolist()
+    return {sample: weight for sample, weight in enumerate(multiples) if abs(weight) > TOLERANCE / 100}
+
+
+def _multiples(gradient: TableGradient, unit_rows: TableGradient) -> TableGradient:
     # Rows do not mix, so each is a least-squares problem in one dimension.
-    products, squares = (gradient * unit_rows).sum((1, 2)), unit_rows.square().sum((1, 2))
-    multiples = torch.where(squares > 0, products / squares, 0.0)
-    return {sample: weight for sample, weight in enumerate(multiples.tolist()) if abs(weight) > TOLERANCE / 100}
+    squares = unit_rows.square().sum((1, 2), keepdim=True)
+    return torch.where(squares > 0, (gradient * unit_rows).sum((1, 2), keepdim=True) / squares, 0.0)
 
 
 def visible(ids: Sequence[int], unit_rows: TableGradient) -> list[int]:
@@ -221,10 +227,7 @@ def visible(ids: Sequence[int], unit_rows: TableGradient) -> list[int]:
 
 def is_combination(gradient: TableGradient, unit_rows: TableGradient) -> bool:
     """Return whether a gradient is a weighted sum of the samples' unit gradients."""
-    nearest = torch.zeros(len(unit_rows), 1, 1, dtype=unit_rows.dtype)
-    for sample, weight in weights(gradient, unit_rows).items():
-        nearest[sample] = weight
-    return is_close(nearest * unit_rows, gradient)
+    return is_close(_multiples(gradient, unit_rows) * unit_rows, gradient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,21 +239,28 @@ class Share:
     expected: float
 
 
-def shares_of(step: Step, unit_gradients: UnitGradients) -> list[Share]:
-    """Return the shares of the micro-batches that have a gradient, in a clean step; empty if they are unknown."""
-    unsplit = unit_gradients.of(tuple(step.ids))
+def shares_of(step: Step, unit_gradients: UnitGradients) -> list[Share] | None:
+    """Return the shares of the micro-batches that have a gradient, in a clean step; empty if they are unknown.
+
+    None if the unsplit gradient is not a sum of the micro-batches' gradients with any factors, because the loss
+    compares samples.
+    """
+    unsplit = unit_gradients.of(step.ids)
     shares = []
     for micro_batch in step.micro_batches:
         rows = unit_gradients.of(micro_batch.ids)
         if unsplit is None or rows is None:
             return []
-        factors, expected = weights(step.gradient, rows), weights(unsplit, rows)
+        ids, size = list(micro_batch.ids), len(micro_batch.ids)
+        if not (seen := visible(ids, rows)):
+            continue
+        expected = float((unsplit[ids] * rows[ids]).sum() / rows[ids].square().sum())
+        if not is_close(expected * rows[ids], unsplit[ids]):
+            return None
         # A sample that occurs twice has the sum of two weights, so prefer a sample that occurs once.
-        seen = sorted(expected.keys() & micro_batch.ids, key=lambda sample: (step.ids[sample] > 1, sample))
-        if seen:
-            sample, size = seen[0], len(micro_batch.ids)
-            factor = factors.get(sample, 0.0) / step.ids[sample] * size
-            shares.append(Share(micro_batch, factor, expected[sample] * size / step.ids.total()))
+        sample = min(seen, key=lambda sample: step.ids[sample] > 1)
+        factor = weights(step.gradient, rows).get(sample, 0.0) / step.ids[sample] * size
+        shares.append(Share(micro_batch, factor, expected * size / step.ids.total()))
     return shares
 
 
