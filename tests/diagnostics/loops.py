@@ -225,6 +225,40 @@ def right_with_ignored_labels(model, train_loader, optimizer, accumulation_steps
         optimizer.zero_grad()
 
 
+def right_with_a_linear_critic(generator, critic, loader, optimizer_g, optimizer_critic):
+    for real, _ in loader:
+        noise = torch.randn(len(real), 100)
+        optimizer_critic.zero_grad()
+        (critic(generator(noise).detach()).mean() - critic(real).mean()).backward()
+        optimizer_critic.step()
+        optimizer_g.zero_grad()
+        (-critic(generator(noise)).mean()).backward()
+        optimizer_g.step()
+
+
+def right_with_encoder_and_decoder(encoder, decoder, loader, encoder_optimizer, decoder_optimizer, criterion):
+    for source, target in loader:
+        encoder_optimizer.zero_grad()
+        decoder_optimizer.zero_grad()
+        memory, hidden = encoder(source)
+        outputs, _ = decoder(memory, hidden)
+        criterion(outputs.view(-1, outputs.size(-1)), target.view(-1)).backward()
+        encoder_optimizer.step()
+        decoder_optimizer.step()
+
+
+def right_with_a_teacher(student, teacher, loader, optimizer, accumulation_steps):
+    batches = iter(loader)
+    while window := list(itertools.islice(batches, accumulation_steps)):
+        total = sum(len(y) for _, y in window)
+        for x, _ in window:
+            with torch.no_grad():
+                goal = F.normalize(teacher(x), dim=-1)
+            ((2 - 2 * (F.normalize(student(x), dim=-1) * goal).sum(-1)).sum() / total).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 # Incorrect
 
 
@@ -536,6 +570,7 @@ RIGHT = (
     *(right_with_its_own_loader, right_with_class_weights, right_in_float32, right_on_demand),
     *(right_for_ever, right_with_ignored_labels),
 )
+RIGHT_WITH_MODELS = (right_with_a_linear_critic, right_with_encoder_and_decoder, right_with_a_teacher)
 WRONG = {
     divided_by_steps: {"constant_divisor", "mean_of_means"},
     not_divided: {"not_divided", "mean_of_means"},
@@ -567,5 +602,5 @@ WRONG_ON_RANKS = {
     ddp_tail_never_synced: {"not_reduced"},
     ddp_means_of_ranks: {"uneven_ranks"},
 }
-CASES: dict = {loop: set() for loop in (*RIGHT, *RIGHT_ON_RANKS)} | WRONG | WRONG_ON_RANKS
+CASES: dict = {loop: set() for loop in (*RIGHT, *RIGHT_WITH_MODELS, *RIGHT_ON_RANKS)} | WRONG | WRONG_ON_RANKS
 """Loop -> the codes of its faults."""

@@ -98,7 +98,7 @@ def _judge(
         first = next(iter(failures))
         roles = ", ".join(f"{name}: {role.replace('_', ' ')}" for name, role in base_loop.roles.items())
         message = (
-            f"{base_loop.name} failed on {' and '.join(failures)}. Its arguments were {roles}.\n\n{failures[first]}"
+            f"{base_loop.name} failed on {' and '.join(failures)}; its arguments were {roles}.\n\n{failures[first]}"
         )
         raise LoopError(message, cause=failures[first].cause)
     return _merge_reports(reports)

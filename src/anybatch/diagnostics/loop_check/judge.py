@@ -50,8 +50,7 @@ class LoopJudge:
         num_epochs = 0 if {"max_steps", "epochs"} & loop.needed == {"max_steps"} else NUM_EPOCHS
         for rank, trace in enumerate(traces):
             set_epochs(trace, rank, num_epochs, batches_per_epoch)
-        forwards = [forward for trace in traces for forward in trace.forwards]
-        self.micro_batches = [forward for forward in forwards if forward.has_backward] or forwards
+        self.micro_batches = [each for trace in traces for each in trace.forwards if each.has_backward]
         self.ended = all(trace.ended for trace in traces)
         self.steps = steps_of(traces)
         self.unit_gradients = UnitGradients(loop, traces[0])
@@ -61,16 +60,10 @@ class LoopJudge:
         self.findings: dict[str, LoopFinding] = {}
 
     def report(self) -> LoopReport:
-        """Find all faults, and report them; faults in the gradient come first.
-
-        Raises:
-            LoopError: the loop was stopped within its first window.
-        """
+        """Report all faults, first those in the gradient; raise `LoopError` if the loop was stopped without a step."""
         if self.traces[0].has_more_passes and not self.steps:
-            message = (
-                f"{self.loop.name} made no step in {len(self.traces[0].forwards)} micro-batches, and was stopped. "
-                f"Accumulate over fewer, or give it a parameter accumulation_steps ({ACCUMULATION_STEPS} in the check)."
-            )
+            message = f"{self.loop.name} made no step in {len(self.traces[0].forwards)} micro-batches and was stopped."
+            message += " Accumulate over fewer, or give it a parameter accumulation_steps."
             raise LoopError(message)
         self._find()
         return LoopReport(
@@ -92,10 +85,7 @@ class LoopJudge:
         if guesses := ", ".join(f"{name}={value!r}" for name, value in trace.guesses.items()):
             yield f"Unknown settings, with the values that the loop got: {guesses}."
         if not self.unit_gradients.scale_is_known:
-            yield (
-                "The loop has no parameter for accumulation steps, and its loss is uncommon, so a factor that all "
-                "gradients share cannot be detected."
-            )
+            yield "A constant factor cannot be detected without a parameter accumulation_steps or a common loss."
         rows = self.unit_gradients.of(loop.ids)
         if rows is not None and (hidden := sorted(set(loop.ids) - set(visible(loop.ids, rows)))):
             yield f"The loss has no gradient for these samples, so they have no weight: {ranges(hidden)}."
@@ -121,10 +111,9 @@ class LoopJudge:
 
     def _find(self) -> None:
         """Find all faults; skip checks whose symptoms an earlier fault explains."""
-        last_line = self.steps[-1].line if self.steps else None
         if not self.ended:
             value = f"still running after {len(self.traces[0].forwards)} forwards"
-            self._add("does_not_end", value, "two passes over 31 samples", last_line)
+            self._add("does_not_end", value, "two passes over 31 samples", *(step.line for step in self.steps[-1:]))
         if not self.steps:
             self._add("never_steps", "0 steps in two epochs", "one per window of micro-batches")
             return
@@ -145,7 +134,8 @@ class LoopJudge:
         """Find calls of `optimizer.step()` in the wrong places."""
         steps, expected, every = self.steps, self.accumulation_steps, self.micro_batches
         largest = min(MICRO_BATCH_SIZE, len(self.loop.ids))
-        is_split = max(len(each.ids) for each in every) < largest and all(max(step.ids.values()) == 1 for step in steps)
+        is_single = all(max(step.ids.values(), default=1) == 1 for step in steps)
+        is_split = is_single and max((len(each.ids) for each in every), default=0) < largest
         if is_split or not self.loop.has_accumulation_steps:  # any number of micro-batches per step is correct
             return
         if expected > 1 and len(steps) > 1 and max(step.size for step in steps) == 1:
@@ -198,8 +188,8 @@ class LoopJudge:
                 # The list gets longer at the first step of an optimizer that the loop creates.
                 if len(before) == len(after) and before != after:
                     value = f"{before[0]:g} and {after[0]:g} in step {step.number}"
-                    lines = of_step[0].line, step.line
-                    self._add("schedules_every_micro_batch", value, "one learning rate per step", *lines)
+                    expected = "one learning rate per step"
+                    self._add("schedules_every_micro_batch", value, expected, of_step[0].line, step.line)
 
     def _find_weight_faults(self) -> None:
         """Find faults in the divisor of the loss."""

@@ -6,7 +6,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType, MappingProxyType
+from types import CodeType
 from typing import Any
 from unittest import mock
 
@@ -35,31 +35,29 @@ MICRO_BATCH_SIZE, ACCUMULATION_STEPS, NUM_EPOCHS, NUM_SAMPLES = 4, 3, 2, 31
 """On 1 rank and on 2, the last micro-batch and the last window (the micro-batches of a step) are not full."""
 SMALL_GAIN, LARGE_GAIN = 2.0**-20, 2.0**20
 """Factors that make gradients so small that they are never clipped, or so large that they are always clipped."""
-ROLES: Mapping[str, str] = MappingProxyType(
-    {
-        "model": (
-            r"model|net(work)?|module|ddp_model|agent|policy|generator|discriminator|critic|actor|encoder|decoder"
-            r"|(net|model)_?[dgst]|(ema|student|teacher|target|online)(_?(model|net(work)?))?|model_(ema|student|teacher)"
-        ),
-        "loader": r"(train_?|training_)?(data_?)?(loader|dl)(_train)?|(train_)?batches|(train|data)_iter|rollouts",
-        "get_batch": r"(get|next|sample)_(train_)?batch|get_next_batch",
-        "dataset": r"(train_)?dataset|train_?set|(train_)?data",
-        "optimizer": r"optimizer|optim|opt|optim(izer)?_?(\w|\w*(or|er))|(\w|\w*(or|er))_opt(im(izer)?)?",
-        "settings": r"args|cfg|config|conf|hparams|hps|params|flags|settings",
-        "accumulation_steps": r"\w*accum\w*|grad_acc(_steps)?|update_freq|k",
-        "criterion": r"criterion|loss_(fn|func|function)",
-        "scheduler": r"(lr_)?sched(uler)?",
-        "scaler": r"(grad_)?scaler",
-        "device": r"device",
-        "epochs": r"(num_|n_|max_|num_train_)?epochs|max_epoch",
-        "epoch": r"epoch",
-        "max_steps": r"(max|max_train|num|n|total)_steps|max_iters",
-        "micro_batch_size": r"(micro_|per_device_)?batch_size",
-        "max_norm": r"max_(grad_)?norm|(grad_)?clip|clip_(grad_)?norm|clip_grad",
-        "rank": r"(local_)?rank",
-        "world_size": r"world_size",
-    }
-)
+ROLES: Mapping[str, str] = {
+    "model": (
+        r"model|net(work)?|module|ddp_model|agent|policy|generator|discriminator|critic|actor|encoder|decoder"
+        r"|(net|model)_?[dgst]|(ema|student|teacher|target|online)(_?(model|net(work)?))?|model_(ema|student|teacher)"
+    ),
+    "loader": r"(train_?|training_)?(data_?)?(loader|dl)(_train)?|(train_)?batches|(train|data)_iter|rollouts",
+    "get_batch": r"(get|next|sample)_(train_)?batch|get_next_batch",
+    "dataset": r"(train_)?dataset|train_?set|(train_)?data",
+    "optimizer": r"opt|optim(izer)?(_?(\w|critic|student|\w*[eo]r))?|(\w|critic|student|\w*[eo]r)_opt(im(izer)?)?",
+    "settings": r"args|cfg|config|conf|hparams|hps|params|flags|settings",
+    "accumulation_steps": r"\w*accum\w*|grad_acc(_steps)?|update_freq|k",
+    "criterion": r"criterion|loss_(fn|func|function)",
+    "scheduler": r"(lr_)?sched(uler)?",
+    "scaler": r"(grad_)?scaler",
+    "device": r"device",
+    "epochs": r"(num_|n_|max_|num_train_)?epochs|max_epoch",
+    "epoch": r"epoch",
+    "max_steps": r"(max|max_train|num|n|total)_steps|max_iters",
+    "micro_batch_size": r"(micro_|per_device_)?batch_size",
+    "max_norm": r"max_(grad_)?norm|(grad_)?clip|clip_(grad_)?norm|clip_grad",
+    "rank": r"(local_)?rank",
+    "world_size": r"world_size",
+}
 """Role of a parameter -> regular expression for its name. A required parameter without a role is an error; an optional
 parameter without a role keeps its default. Only models and optimizers may be several."""
 _SETTINGS = frozenset({"accumulation_steps", "epochs", "max_steps", "micro_batch_size", "max_norm", "device", "scaler"})
@@ -72,11 +70,10 @@ _GUESSES: tuple[tuple[str, Any], ...] = (
     ("world_size|num_", 1),
 )
 """Parts of names of unknown settings, and values that disable logging, evaluation and saving. Other settings are 0."""
+_TRAINER = "transformers.trainer"
 _RANK_NAMES = frozenset(
     {"DistributedDataParallel", "no_sync", "DistributedSampler", "all_reduce", "get_rank", "get_world_size"}
 )
-
-_TRAINER = "transformers.trainer"
 
 
 def read_loop(function: Callable[..., Any], time_limit_seconds: float) -> "JudgedLoop":
@@ -129,22 +126,18 @@ def _roles_in_signature(function: Callable[..., Any]) -> dict[str, str]:
         elif is_required:
             unknown.append(name)
     name = getattr(function, "__name__", "the loop")
-    known = f"Recognised names are {', '.join(ROLES)}, and common variants of them."
     if _TRAINER in _names_used(function) and "model" not in roles.values():
         message = f"{name} trains with a Trainer of transformers: check it with ab.check(trainer)."
         raise LoopError(message, code="uses_trainer")
-    if unknown:
+    if unknown or not ("model" in roles.values() and {"loader", "dataset", "get_batch"} & set(roles.values())):
+        unclear = f"has unknown parameters: {', '.join(unknown)}"
+        needs = f"needs a model, and a loader or a data set, and has {', '.join(roles) or 'no parameter'}"
         message = (
-            f"{name} has unknown parameters: {', '.join(unknown)}. Rename them, give them defaults, or wrap the loop: "
-            f"def loop(model, loader, optimizer, accumulation_steps): return {name}(...). {known}"
+            f"{name} {unclear if unknown else needs}. Rename parameters, give them "
+            f"defaults, or wrap the loop: def loop(model, loader, optimizer, accumulation_steps): return {name}(...). "
+            f"Recognised names are {', '.join(ROLES)}, and common variants of them."
         )
-        raise LoopError(message, parameters=tuple(unknown))
-    if "model" not in roles.values() or not {"loader", "dataset", "get_batch"} & set(roles.values()):
-        message = (
-            f"{name} needs a parameter for a model and one for a loader or a data set; it has: "
-            f"{', '.join(roles) or 'none'}. {known}"
-        )
-        raise LoopError(message, parameters=tuple(roles))
+        raise LoopError(message, parameters=tuple(unknown or roles))
     return roles
 
 
@@ -257,10 +250,9 @@ class JudgedLoop:
         seed_generators(seed)
         data, watched, models = self.data, self.models[self.watched], dict[str, RowModel]()
         for name in self.models:
-            # Other outputs than the watched model's, which a teacher imitates; scores are too close to be told apart.
-            factor = 1.0 if name == watched or self.kind == "scores" else 0.9
             other = recorder if name == watched else Recorder(None, gain)
-            models[name] = RowModel(data, gain, other, self.num_outputs, factor)
+            models[name] = RowModel(data, gain, other, self.num_outputs, is_watched=name == watched)
+            models[name].gain_of_made = 2.0 if re.search("disc|critic|d$", name.lower()) else 1.0
         loader = ProbeLoader(data, self.ids if ids is None else ids, size, recorder)
         with _scaled_by(loss_scale), _CudaIsCpu(), recorder, time_limit(self.time_limit_seconds):
             optimizers = self._optimizers(models)

@@ -264,8 +264,7 @@ TargetKind = Literal["classes", "tokens", "values", "scores"]
 TARGET_KINDS: tuple[TargetKind, ...] = get_args(TargetKind)
 NUM_ROWS = 32
 _NUM_OUTPUTS, _NUM_POSITIONS, _IGNORED = 5, 6, -100
-_MIN_PEAK = 5.0
-"""Ratio of the maximum of a row to its mean that inputs have, also mixed or with noise, and noise alone has not."""
+_MIN_PEAK = 5.0  # the ratio of maximum to mean of an input, also if it is mixed or noisy, but not of noise alone
 _TARGET_NAMES = frozenset({"label", "labels", "target", "targets", "y", "lm_labels", "tgt"})
 _ABSENT_NAMES = frozenset({"edge_index", "edge_attr", "edge_weight", "batch", "pos", "weight", "mask", "lengths"})
 """Attributes of graph batches that are None in a `ProbeBatch`."""
@@ -291,7 +290,7 @@ class ProbeData:
         rows, outputs = inputs.detach().flatten(1).double(), self.outputs.flatten(1).double()
         if rows.shape[1] == outputs.shape[1]:
             return torch.cdist(rows, outputs).argmin(1)
-        if self.kind == "tokens":
+        if rows.shape[1] == _NUM_POSITIONS:
             return inputs[:, 0].long() // _NUM_POSITIONS
         if float((rows.amax(1) / rows.abs().mean(1)).mean()) > _MIN_PEAK:
             return rows.argmax(1)
@@ -325,15 +324,16 @@ def make_data(kind: TargetKind, *, is_padded: bool = True, dtype: torch.dtype = 
 class RowModel(nn.Module):
     """The probe model, which finds the inputs among its arguments; if it finds labels, it also returns a loss.
 
-    If `num_outputs` is above 1, it returns as many values: its outputs, and their means. Its outputs are those of
-    the data times `factor`. It keeps the last loss.
+    It returns `num_outputs` values: its outputs, and their means. It keeps its last loss.
     """
 
-    def __init__(self, data: ProbeData, gain: float, recorder: Recorder, num_outputs: int, factor: float) -> None:
+    def __init__(self, data: ProbeData, gain: float, recorder: Recorder, num_outputs: int, *, is_watched: bool) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.zeros_like(data.outputs))
-        self._data, self._gain, self._recorder = data, gain, recorder
-        self._num_outputs, self._factor = num_outputs, factor
+        self._data, self._gain, self._recorder, self._num_outputs = data, gain, recorder, num_outputs
+        # Another model has other outputs, which are nearest to those of the same sample: a student imitates a teacher.
+        self._outputs = torch.lerp(data.outputs, data.outputs.flip(-1), 0.0 if is_watched else 0.1)
+        self.gain_of_made = 1.0  # if another model made the inputs: real and made samples shall not cancel in a critic
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (state that models keep)
         if re.fullmatch(r"(last_)?loss", name) and "_kept" in vars(self):
@@ -357,9 +357,12 @@ class RowModel(nn.Module):
             raise TypeError(message)
         ids, shape = self._data.ids(inputs), self._data.outputs.shape[1:]
         rows, targets = self.table[ids], self._data.targets[ids]
-        outputs = self._factor * self._data.outputs.to(rows)[ids] + self._gain * (rows - rows.detach())
-        if inputs.requires_grad:  # another model made them, so its gradient passes through
-            outputs = outputs + (inputs - inputs.detach()).flatten(1).sum(1)[:, None, None]
+        is_made = inputs[0].numel() == rows[0].numel()
+        gain = self._gain * (self.gain_of_made if is_made else 1.0)
+        outputs = self._outputs.to(rows)[ids] + gain * (rows - rows.detach())
+        if inputs.requires_grad:  # the gradient passes through to the model that made the inputs
+            passed = inputs - inputs.detach()
+            outputs = outputs + (passed.reshape(rows.shape) if is_made else passed.flatten(1).sum(1)[:, None, None])
         outputs = outputs.reshape(targets.shape if self._data.kind == "scores" else (-1, *shape[shape[0] == 1 :]))
         if outputs.requires_grad:  # otherwise it is an evaluation
             self._recorder.forward(ids.tolist(), outputs, shape)

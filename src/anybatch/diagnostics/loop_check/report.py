@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 from itertools import groupby
-from types import MappingProxyType
 
 from anybatch.core.units import columns
 
@@ -72,9 +71,9 @@ not_reduced: Ranks step with different gradients, so their parameters drift apar
 reduces_every_micro_batch: Gradients are reduced after every micro-batch: correct, but slow.
     Run all micro-batches of a window but the last inside model.no_sync(), forward (which decides) and backward.
 """
-FINDINGS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {code: (fault, fix) for code, fault, fix in re.findall(r"^(\w+): (.+)\n    (.+)$", _TEXTS, re.MULTILINE)}
-)
+FINDINGS: Mapping[str, tuple[str, str]] = {
+    code: (fault, fix) for code, fault, fix in re.findall(r"^(\w+): (.+)\n    (.+)$", _TEXTS, re.MULTILINE)
+}
 """Code -> (the fault, the fix)."""
 HARMLESS = frozenset({"does_not_end", "schedules_every_micro_batch", "clips_after_step", "reduces_every_micro_batch"})
 """Codes of faults that leave the gradients correct."""

@@ -123,13 +123,9 @@ def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
-def _shifted_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return _cross_entropy(outputs[:, :-1], targets[:, 1:])
-
-
 _COMMON_LOSSES: Mapping[TargetKind, tuple[OutputLoss, ...]] = {
     "classes": (_cross_entropy,),
-    "tokens": (_cross_entropy, _shifted_cross_entropy),
+    "tokens": (_cross_entropy, lambda outputs, targets: _cross_entropy(outputs[:, :-1], targets[:, 1:])),
     "values": (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits),
     "scores": (F.binary_cross_entropy, F.mse_loss, F.l1_loss),
 }
@@ -206,10 +202,7 @@ class UnitGradients:
 
 
 def weights(gradient: TableGradient, unit_rows: TableGradient) -> Mapping[int, float]:
-    """Return the weight of each sample in a gradient, as a multiple of its unit gradient (least squares).
-
-    Samples with weight zero, or without a unit gradient, are omitted.
-    """
+    """Return the weights of the samples that have one in a gradient, as multiples of their unit gradients."""
     multiples = _multiples(gradient, unit_rows).flatten().tolist()
     return {sample: weight for sample, weight in enumerate(multiples) if abs(weight) > TOLERANCE / 100}
 
@@ -240,11 +233,7 @@ class Share:
 
 
 def shares_of(step: Step, unit_gradients: UnitGradients) -> list[Share] | None:
-    """Return the shares of the micro-batches that have a gradient, in a clean step; empty if they are unknown.
-
-    None if the unsplit gradient is not a sum of the micro-batches' gradients with any factors, because the loss
-    compares samples.
-    """
+    """Return the shares of the micro-batches with a gradient; empty if unknown, None if the loss compares samples."""
     unsplit = unit_gradients.of(step.ids)
     shares = []
     for micro_batch in step.micro_batches:
