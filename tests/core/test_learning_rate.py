@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anybatch.core.learning_rate import (
+    adam_gain,
     default_rule,
     noise_gain,
     scale_optimizer,
     scale_rate,
+    scaled_weight_decay,
 )
 from anybatch.core.run_config import ScalingRule
 from anybatch.core.schedules import attach_schedule
@@ -191,3 +193,41 @@ def test_the_gain_is_adascales(base: int, kappa: int, noise: float) -> None:
     assert gain == pytest.approx((variance + signal) / (variance / kappa + signal), rel=1e-12)
     assert 1.0 <= gain <= kappa * (1.0 + 1e-12)
     assert noise_gain(1e18, base_batch_size=base, effective_batch_size=kappa * base) == pytest.approx(kappa)
+
+
+@given(noise=st.floats(1.0, 1e6), base=st.integers(1, 10_000))
+def test_adam_gain(noise: float, base: int) -> None:
+    """Adam's gain is sqrt(kappa) far below the noise scale, largest at it, and falls as 1 / sqrt(kappa) far above."""
+
+    def gain(size: int) -> float:
+        return adam_gain(noise, base_batch_size=base, effective_batch_size=size)
+
+    def rate(size: float) -> float:  # Li et al. 2024, equation 15, up to a factor
+        return 1.0 / (math.sqrt(noise / size) + math.sqrt(size / noise))
+
+    for size in (base, 2 * base, 50 * base):
+        assert gain(size) == pytest.approx(rate(size) / rate(base))
+    near = max(1, round(noise))
+    assert gain(near) >= gain(max(1, near // 3)) - 1e-9
+    assert gain(near) >= gain(3 * near) - 1e-9
+    assert adam_gain(1e18, base_batch_size=base, effective_batch_size=4 * base) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("rule", ["sqrt", "none"])
+def test_weight_decay_keeps_its_average_over_samples(rule: ScalingRule) -> None:
+    """AdamW decays a weight by the same factor over the same samples, at the scaled rate, decay and batch size."""
+    rate = scale_rate(1e-3, base_batch_size=16, effective_batch_size=256, rule=rule, betas=(0.9, 0.99))
+    decayed = []
+    for size, learning_rate, decay in (
+        (16, 1e-3, 0.1),
+        (256, rate.learning_rate, scaled_weight_decay(0.1, rate)),
+    ):
+        weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+        optimizer = torch.optim.AdamW([weight], lr=learning_rate, weight_decay=decay)
+        for _ in range(25_600 // size):
+            weight.grad = torch.zeros_like(weight)
+            optimizer.step()
+        decayed.append(float(weight.detach()))
+    assert decayed[0] == pytest.approx(decayed[1], rel=1e-3)
+    assert "weight decay" in str(rate)
+    assert "weight decay" not in str(scale_rate(1e-3, base_batch_size=8, effective_batch_size=64, rule="linear"))

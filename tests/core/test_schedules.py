@@ -1,6 +1,7 @@
 """Learning-rate schedules match torch's, step by step."""
 
 import io
+import math
 from collections.abc import Callable
 
 import pytest
@@ -17,10 +18,12 @@ from anybatch.core.schedules import (
     WarmUp,
     attach_schedule,
     join_schedules,
+    seesaw,
     steps_of_epochs,
     steps_of_samples,
 )
 from anybatch.errors import BatchSizeError, UserError
+from anybatch.schedules import ramp_from_noise
 from tests.raising import raises
 
 BASE_RATE = 0.1
@@ -210,3 +213,29 @@ def test_joined_schedules_can_be_joined() -> None:
     nested, flat = join_schedules(join_schedules(warm_up, first), second), join_schedules(warm_up, first, second)
 
     assert [nested(step) for step in range(12)] == [flat(step) for step in range(12)]
+
+
+def test_seesaw_halves_the_noise_of_the_cosine() -> None:
+    """Where the cosine reaches 1/2, 1/4 and 1/8, the batch doubles, and rate / sqrt(batch) is that of the cosine."""
+    samples, size = 100_000, 10
+    ramp, rates = seesaw(samples, effective_batch_size=size, num_doublings=3)
+    cosine = Cosine(num_steps=samples // size)
+    assert ramp.sizes == (10, 20, 40, 80)
+    for number, begin in enumerate((50_000, 66_667, 76_995)):
+        factor = 2.0 ** -(number + 1)
+        assert ramp.at(begin + 10) == size / factor
+        assert ramp.at(begin - 90) == size / factor / 2
+        assert cosine(begin // size) == pytest.approx(factor, abs=1e-3)
+        step = ramp.steps_of(begin + 1)
+        assert rates(step) == pytest.approx(math.sqrt(factor))
+        assert rates(step) / math.sqrt(ramp.at(begin + 10) / size) == pytest.approx(factor)
+    assert rates(0) == 1.0
+
+
+def test_a_ramp_follows_the_measured_noise() -> None:
+    """The batch doubles where the noise scale reaches the doubled size, at most to the largest, and never shrinks."""
+    measured = [(0, 10.0), (1000, 70.0), (2000, 130.0), (2010, 300.0), (3000, 50.0), (9000, math.inf)]
+    ramp = ramp_from_noise(measured, smallest=32, largest=600)
+    assert ramp.notation == "32,64@1000,128@2000,512@9000"
+    assert ramp_from_noise([], smallest=32, largest=64).sizes == (32,)
+    assert ramp_from_noise([(500, math.nan)], smallest=32, largest=64).sizes == (32,)

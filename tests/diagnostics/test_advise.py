@@ -89,8 +89,8 @@ def test_advice_on_a_given_engine() -> None:
     assert (advice.size, advice.micro_batch_size, advice.num_measured) == (32, 4, 20)
     assert advice.cost.overhead_seconds > 0
     noise = advice.cost.critical_batch_size if advice.is_known else advice.interval[0]
-    gain = (1 + noise / 32) / (1 + noise / round(advice.best))
-    assert list(advice.learning_rates.values()) == pytest.approx([0.02 * gain, 0.02 * gain**0.5])
+    gain, kappa = (1 + noise / 32) / (1 + noise / round(advice.best)), round(advice.best) / 32
+    assert list(advice.learning_rates.values()) == pytest.approx([0.02 * gain, 0.02 * gain / kappa**0.5])
 
 
 def test_advice_without_noise_is_refused(tmp_path: Path) -> None:

@@ -16,10 +16,9 @@ equally large. Numerator and denominator are averaged over steps before the divi
 noisy, and the mean of such ratios is not the ratio of the means.
 
 Limits. The noise scale is only an estimate of the critical batch size: it assumes a loss of equal curvature in all
-directions (the paper's B_simple), and Merrill et al. 2025, arXiv 2505.23971, find it an unreliable estimate. Samples
-that are drawn without replacement from a set of M are not independent: the estimate of |G|^2 is then for the
-distribution from which the set was drawn; for the set itself, add (variance of a sample) / M. A mean over a varying
-count (tokens) has the mean G only if length and gradient are independent.
+directions (the paper's B_simple), and Merrill et al. 2025, arXiv 2505.23971, find it unreliable. If samples are drawn
+without replacement from a set of M, the estimate of |G|^2 is for the distribution of the set; for the set itself, add
+(variance of a sample) / M. A mean over tokens has the mean G only if length and gradient are independent.
 
 At a learning rate that suits each size, an effective batch of B samples needs about
 
@@ -33,8 +32,8 @@ If a step takes `overhead + B x seconds_per_sample`, the total time has its mini
 
 where the derivative of `(overhead + B s) (1 + B_crit / B)` is 0.
 
-Limits. B_crit changes during a run, and is replaced by the noise scale, an estimate. Memory is not part of the model:
-accumulation leaves the seconds per sample unchanged, and only saves time by sharing the overhead.
+Limits. B_crit grows during a run (Zhang et al. 2024, arXiv 2410.21676: with the tokens, hardly with the model), and is
+replaced by the noise scale. Accumulation leaves the seconds per sample unchanged, and only shares the overhead.
 """
 
 import math

@@ -49,7 +49,10 @@ class ScaledRate:
             line += f", momentum {self.base_momentum:.6g} -> {self.momentum:.6g}"
         if self.eps is not None and self.eps != self.base_eps:
             line += f", eps {self.base_eps:.6g} -> {self.eps:.6g}"
-        return line
+        decay = scaled_weight_decay(1.0, self) if self.factor else 1.0
+        return line + f", weight decay as before (x {decay:.3g} keeps AdamW's average)" * bool(
+            self.betas and decay != 1.0
+        )
 
 
 def scale_rate(
@@ -70,22 +73,19 @@ def scale_rate(
     - "linear": lr x kappa. Goyal et al. 2017, arXiv 1706.02677, for SGD with or without momentum, together with a
       warm-up that starts at the base rate (`WarmUp(num_steps=..., start_factor=1 / kappa)`) and takes about 5 epochs.
     - "sqrt": lr x sqrt(kappa), betas -> betas ** kappa, eps -> eps / sqrt(kappa). Malladi et al. 2022, arXiv
-      2205.10287, for Adam and RMSprop. They give 1 - beta -> kappa (1 - beta), which leaves [0, 1) for large kappa;
-      beta ** kappa agrees to first order, stays in [0, 1), and keeps the half-life of the average in samples (Marek et
-      al. 2025, arXiv 2507.07101). For SGD, which has no betas, the rule keeps the variance of the update (Krizhevsky
-      2014, arXiv 1404.5997; Hoffer et al. 2017, arXiv 1705.08741): a cautious choice, lower than linear.
+      2205.10287, for Adam and RMSprop. They give 1 - beta -> kappa (1 - beta); beta ** kappa agrees to first order,
+      stays in [0, 1), and keeps the half-life of the average in samples (Marek et al. 2025, arXiv 2507.07101). For SGD
+      the rule keeps the variance of the update (Krizhevsky 2014, arXiv 1404.5997): a cautious choice.
     - "none": nothing is scaled.
 
-    As published, "linear" and "none" keep the length of running averages of gradients in steps; "sqrt" keeps the length
-    of the averages with betas in samples. `memory` overrides this: "samples" raises every decay rate, including
-    momentum, to the power kappa, which keeps the half-life in samples. With momentum in torch's form (u = momentum u +
-    g, p -= lr u), a gradient g moves p by g x lr / (1 - momentum) in total. So that lr / (1 - momentum) follows the
-    rule, lr is also multiplied by (1 - momentum ** kappa) / (1 - momentum). If the rate changes between steps, this
-    form needs no correction of u; the form u = momentum u + lr g does (Goyal et al. 2017, section 3).
+    "linear" and "none" keep the length of running averages of gradients in steps, and "sqrt" of averages with betas in
+    samples. `memory="samples"` raises every decay rate, including momentum, to the power kappa, which keeps the
+    half-life in samples. In torch's form (u = momentum u + g, p -= lr u), a gradient g moves p by g x lr / (1 -
+    momentum) in total, so lr is then also multiplied by (1 - momentum ** kappa) / (1 - momentum).
 
     Limits: the rules are valid only while gradient noise dominates, well below the critical batch size (McCandlish et
-    al. 2018, arXiv 1812.06162); above it they give too large a rate. The betas are exact to first order in kappa (1 -
-    beta). No rule scales the weight decay coefficient.
+    al. 2018, arXiv 1812.06162); above it they give too large a rate, and Adam's best rate falls (see `adam_gain`). The
+    betas are exact to first order in kappa (1 - beta). For weight decay see `scaled_weight_decay`.
 
     Args:
         learning_rate: the rate that was tuned for `base_batch_size`.
@@ -137,9 +137,8 @@ def default_rule(optimizer: torch.optim.Optimizer) -> ScalingRule:
     """Return the published rule for this type of optimizer: "linear" for SGD, "sqrt" for Adam-like optimizers.
 
     "linear" is for `torch.optim.SGD` and its subclasses (Goyal et al. 2017, up to a batch of 8192 on ImageNet). "sqrt"
-    is for RMSprop and every optimizer with `betas` and one `eps` per group: Malladi et al. 2022 derive and measure the
-    rule for Adam and RMSprop (without momentum); for other optimizers it is an analogy. Optimizers that estimate the
-    learning rate themselves (D-Adaptation, Prodigy) look like Adam here, but need "none".
+    is for RMSprop and every optimizer with `betas` and one `eps` per group: derived for Adam and RMSprop, an analogy
+    for others. Optimizers that estimate the rate themselves (D-Adaptation, Prodigy) look like Adam, but need "none".
 
     Raises:
         UserError: no rule is known for this type of optimizer.
@@ -148,10 +147,8 @@ def default_rule(optimizer: torch.optim.Optimizer) -> ScalingRule:
         return "linear"
     if all(_betas_key(optimizer, group) is not None for group in optimizer.param_groups):
         return "sqrt"
-    message = (
-        f"no scaling rule is known for {type(optimizer).__name__}, which is neither SGD-like nor Adam-like. "
-        f"Pass one of {_comma_separated(get_args(ScalingRule))} as rule."
-    )
+    rules = _comma_separated(get_args(ScalingRule))
+    message = f"no scaling rule is known for {type(optimizer).__name__}. Pass one of {rules} as rule."
     raise UserError(message, code="no_rule_known")
 
 
@@ -166,8 +163,7 @@ def scale_optimizer(
     """Scale the learning rate of every parameter group in place; return the changes, one `ScaledRate` per group.
 
     "sqrt" also scales an Adam-like optimizer's betas (RMSprop's alpha) and eps, see `scale_rate`. Momentum is scaled
-    only with memory="samples", and the weight decay coefficient never. For decoupled weight decay torch multiplies the
-    coefficient by the learning rate, so the decay of a step follows the learning rate.
+    only with memory="samples", and the weight decay coefficient never (see `scaled_weight_decay`).
 
     Call it once, on a new optimizer: a second call scales again, and groups added later are not scaled.
 
@@ -185,10 +181,7 @@ def scale_optimizer(
     """
     # A scheduler of torch computes rates from initial_lr, which it has copied before this scaling.
     if any("initial_lr" in group for group in optimizer.param_groups):
-        message = (
-            f"this {type(optimizer).__name__} already has a learning-rate scheduler (its groups have an initial_lr), "
-            "which would undo the scaling. Scale first, then make the scheduler."
-        )
+        message = f"{type(optimizer).__name__} already has a scheduler, which would undo the scaling. Scale first."
         raise ParameterError(message, code="has_scheduler")
     chosen = default_rule(optimizer) if rule is None else rule
     betas_keys = [_betas_key(optimizer, group) for group in optimizer.param_groups]
@@ -215,12 +208,10 @@ def noise_gain(noise_scale: float, *, base_batch_size: int, effective_batch_size
     """Return the learning-rate gain of a larger batch: r = (1 + B_noise / base) / (1 + B_noise / effective).
 
     The gain is 1 without gradient noise, and tends to kappa = effective / base if noise dominates. It equals AdaScale's
-    gain (Johnson et al. 2020, arXiv 2007.05105: (sigma^2 + mu^2) / (sigma^2 / kappa + mu^2), with sigma^2 / mu^2 =
-    B_noise / base) and the ratio of two rates of McCandlish et al. 2018 (arXiv 1812.06162) for SGD, eta_max / (1 +
-    B_noise / B).
+    gain (Johnson et al. 2020, arXiv 2007.05105) and the ratio of two rates of McCandlish et al. 2018 (arXiv 1812.06162)
+    for SGD, eta_max / (1 + B_noise / B).
 
-    Limits: both papers derive it for SGD without momentum. For Adam-like optimizers its square root is used (Qiao et
-    al. 2021, arXiv 2008.12260), by analogy.
+    Limits: both papers derive it for SGD without momentum. For Adam-like optimizers see `adam_gain`.
 
     Args:
         noise_scale: the gradient noise scale B_noise = tr(Sigma) / |G|^2, in samples.
@@ -235,6 +226,29 @@ def noise_gain(noise_scale: float, *, base_batch_size: int, effective_batch_size
     checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
     check_not_negative("noise_scale", noise_scale)
     return (1.0 + noise_scale / base_batch_size) / (1.0 + noise_scale / effective_batch_size)
+
+
+def adam_gain(noise_scale: float, *, base_batch_size: int, effective_batch_size: int) -> float:
+    """Return the learning-rate gain of a larger batch for Adam: `noise_gain` / sqrt(kappa).
+
+    It is sqrt(kappa) far below B_noise, largest at B_noise, and falls above it: Li et al. 2024, arXiv 2405.14578, find
+    a best rate proportional to 1 / (sqrt(B_noise / B) + sqrt(B / B_noise)).
+
+    Limits: derived for the sign of the gradient, whose noise scale `GradientNoise` does not measure; arguments and
+    errors are those of `noise_gain`.
+    """
+    gain = noise_gain(noise_scale, base_batch_size=base_batch_size, effective_batch_size=effective_batch_size)
+    return gain / math.sqrt(effective_batch_size / base_batch_size)
+
+
+def scaled_weight_decay(weight_decay: float, rate: ScaledRate) -> float:
+    """Return the decay that keeps the samples over which AdamW averages weights: decay x kappa / rate factor.
+
+    AdamW averages over B / (lr x decay) samples. Its best value depends on the data and hardly on the batch (Wang and
+    Aitchison 2024, arXiv 2405.13698); at a fixed rate the best decay grows linearly with B (Bergsma et al. 2025, arXiv
+    2505.13738). Limits: decoupled decay, equal numbers of samples, and batches below the critical size.
+    """
+    return weight_decay * rate.effective_batch_size / rate.base_batch_size / rate.factor
 
 
 def _betas_key(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str | None:

@@ -40,12 +40,10 @@ class BatchRamp:
     A step belongs to the stage in which it begins, and may reach into the next stage. The last batch of an epoch may be
     smaller, as without a ramp.
 
-    The ramp does not change the learning rate. It has two uses, which need different rates. If it replaces a decay of
-    the rate (Smith et al. 2017, arXiv 1711.00489), keep the rate constant: the noise of an update is proportional to
-    rate / batch size, so B -> aB has the effect of rate -> rate / a, while B is far below the size of the data set and
-    the rate below its limit of stability. If the ramp only starts a run with small batches (Brown et al. 2020, arXiv
-    2005.14165; they suffice while the gradient noise scale is small, McCandlish et al. 2018, arXiv 1812.06162), scale
-    the rate with the batch size, see `scale_rate`.
+    The ramp does not change the learning rate. If it replaces a decay of the rate, keep SGD's rate constant (Smith et
+    al. 2017, arXiv 1711.00489: the noise of an update is proportional to rate / batch size, far below the size of the
+    data set and the limit of stability), and for Adam see `seesaw`. If it only starts a run with small batches (Brown
+    et al. 2020, arXiv 2005.14165), which suffice while the noise scale is small, scale the rate, see `scale_rate`.
 
     Args:
         *stages: pairs (samples of one step over all ranks, length of the stage in samples); the last length is None.
@@ -65,19 +63,13 @@ class BatchRamp:
         for number, (size, num_samples) in enumerate(stages):
             checked_int(f"effective batch size of stage {number}", size, error=BatchSizeError)
             if (num_samples is None) != (number == len(stages) - 1):
-                message = (
-                    f"stage {number} of a ramp of {len(stages)} lasts {num_samples} samples. Pass None as the length "
-                    "of the last stage, and a number for all other stages."
-                )
+                message = f"stage {number} lasts {num_samples} samples. Pass None for the last of {len(stages)} stages."
                 raise BatchSizeError(message, code="end_of_stage")
             if num_samples is None:
                 continue
             checked_int(f"samples of stage {number}", num_samples, error=BatchSizeError)
             if num_samples < size:
-                message = (
-                    f"stage {number} of a ramp lasts {num_samples} samples, less than one step of {size}. Make the "
-                    "stage longer or its steps smaller, or remove it."
-                )
+                message = f"stage {number} lasts {num_samples} samples, less than one step of {size}. Make it longer."
                 raise BatchSizeError(message, code="stage_too_short")
 
     @classmethod
@@ -90,10 +82,7 @@ class BatchRamp:
         matches = [_STAGE.fullmatch(part.strip()) for part in text.split(",")]
         stages = [(int(match["size"]), match["begin"]) for match in matches if match is not None]
         if len(stages) != len(matches) or stages[0][1] is not None or None in [begin for _, begin in stages[1:]]:
-            message = (
-                f"{text!r} must be a size, or a size followed by size@first_sample for each later stage. For example, "
-                "32,128@20000 is a batch of 32 samples that grows to 128 after 20,000 samples."
-            )
+            message = f"{text!r} must be a size, then size@first_sample for each later stage, such as 32,128@20000."
             raise BatchSizeError(message, code="not_a_ramp")
         begins = [int(begin or 0) for _, begin in stages]
         for former, later in pairwise(begins):
@@ -240,12 +229,7 @@ def join_schedules(
 def steps_of_samples(num_samples: int, *, effective_batch_size: int | BatchRamp) -> int:
     """Return the number of optimizer steps for `num_samples` samples, over all ranks, rounded up.
 
-    A warm-up in samples: `WarmUp(num_steps=steps_of_samples(50_000, effective_batch_size=256), start_factor=0.1)`. With
-    a larger batch, keep the warm-up's length in samples, the unit of time in the SDE of Malladi et al. 2022.
-
-    Args:
-        num_samples: number of samples, counted from the beginning of a run.
-        effective_batch_size: samples of one step, or a ramp; a smaller last batch of an epoch is ignored.
+    With a larger batch, keep a warm-up's length in samples, the unit of time in the SDE of Malladi et al. 2022.
 
     Raises:
         BatchSizeError: `effective_batch_size` is below 1.
@@ -279,15 +263,28 @@ def attach_schedule(optimizer: "torch.optim.Optimizer", schedule: Schedule) -> "
     Call the scheduler's `step` once after each optimizer step; its `last_epoch` counts optimizer steps. Its state_dict
     contains only the step and the base rates, so it loads with `weights_only=True`. It does not contain the schedule: a
     resumed run uses the schedule that is passed here.
-
-    Args:
-        optimizer: the optimizer whose groups' learning rates are multiplied by the factor.
-        schedule: function (step) -> factor, from step 0 on.
     """
     from torch.optim.lr_scheduler import LambdaLR  # noqa: PLC0415 (command lines parse ramps, before torch is imported)
 
     # LambdaLR saves and restores the __dict__ of a callable object; a partial has an empty __dict__.
     return LambdaLR(optimizer, partial(schedule))
+
+
+def seesaw(num_samples: int, *, effective_batch_size: int, num_doublings: int) -> tuple[BatchRamp, Schedule]:
+    """Return a ramp and learning rates for Adam that replace a cosine decay over `num_samples` samples.
+
+    Where the cosine has halved the rate once more, the batch doubles and the rate is divided by sqrt 2 (Seesaw, Meterez
+    et al. 2025, arXiv 2510.14717). Limits: below the critical batch size; the rate never reaches 0.
+
+    Raises:
+        BatchSizeError: a stage is shorter than one of its steps.
+    """
+    halvings = range(1, num_doublings + 1)
+    ends = [0, *(round(num_samples * math.acos(2.0 ** (1 - number) - 1.0) / math.pi) for number in halvings)]
+    lengths = [*(end - begin for begin, end in pairwise(ends)), None]
+    ramp = BatchRamp(*((effective_batch_size * 2**number, length) for number, length in enumerate(lengths)))
+    begins = [ramp.steps_of(end) for end in ends[1:]]
+    return ramp, lambda step: 2.0 ** (-sum(step >= begin for begin in begins) / 2)
 
 
 def _progress(step: int, num_steps: int) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 from anybatch.core.geometry import require
 from anybatch.core.gradient_noise import BatchCost, in_words
-from anybatch.core.learning_rate import noise_gain
+from anybatch.core.learning_rate import adam_gain, noise_gain
 from anybatch.core.records import StepReport
 from anybatch.core.units import columns, three_digits
 from anybatch.diagnostics.step_times import PhaseClock, RankSeconds, logged_steps
@@ -128,10 +128,10 @@ class Advice:
         best, noise = round(self.best), self._cost.critical_batch_size
         if self.learning_rate is None or best < 1:
             return {}
-        gain = noise_gain(noise, base_batch_size=self.size, effective_batch_size=best)
+        sizes = {"base_batch_size": self.size, "effective_batch_size": best}
         return {
-            "noise gain, for SGD": self.learning_rate * gain,
-            "square root of the noise gain, for Adam": self.learning_rate * math.sqrt(gain),
+            "noise gain, for SGD": self.learning_rate * noise_gain(noise, **sizes),
+            "noise gain, for Adam": self.learning_rate * adam_gain(noise, **sizes),
         }
 
     @property
@@ -182,8 +182,9 @@ class Advice:
 
 
 _LIMITS = (
-    "The noise scale estimates the critical batch size at this point of training, and grows as the loss falls. The\n"
-    "estimate assumes that the learning rate is tuned for each batch size."
+    "The noise scale estimates the critical batch size, which grows with the samples seen and hardly with the model\n"
+    "(arXiv 2410.21676): early in a run this is a lower bound, so measure again after a tenth of the run.\n"
+    "The estimate assumes that the learning rate is tuned for each batch size."
 )
 
 
