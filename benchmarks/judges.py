@@ -1,4 +1,4 @@
-"""The judges on unseen code: loops rewritten from public repositories, and setups with known faults.
+"""The judges on a collection: loops rewritten from public repositories, and setups with known faults.
 
 `check_loop` judges the loops of tests/diagnostics/published_loops.py and more_loops.py in a folder with files of a
 user's, all of which are compared afterwards. A false alarm is a finding in the gradients of a loop that is right; a
@@ -94,7 +94,7 @@ def main() -> None:
         os.chdir(before)
     report.publish(
         lines,
-        title="Judges on loops and setups that they were not written for",
+        title="Judges on loops from public repositories and on setups with known faults",
         command="python benchmarks/judges.py",
         setting="two epochs of each loop; 12 samples of each setup in float64",
         out=out,

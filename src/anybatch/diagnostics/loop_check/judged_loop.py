@@ -43,7 +43,7 @@ ROLES: Mapping[str, str] = {
     "loader": r"(train_?|training_)?(data_?)?(loader|dl)(_train)?|(train_)?batches|(train|data)_iter|rollouts",
     "get_batch": r"(get|next|sample)_(train_)?batch|get_next_batch",
     "dataset": r"(train_)?dataset|train_?set|(train_)?data",
-    "optimizer": r"opt|optim(izer)?(_?(\w|critic|student|\w*[eo]r))?|(\w|critic|student|\w*[eo]r)_opt(im(izer)?)?",
+    "optimizer": r"opt|optim(izer)?(_?([a-rt-z]|\w+([eo]r|nt|ic)))?|(\w|\w+([eo]r|nt|ic))_opt(im(izer)?)?",
     "settings": r"args|cfg|config|conf|hparams|hps|params|flags|settings",
     "accumulation_steps": r"\w*accum\w*|grad_acc(_steps)?|update_freq|k",
     "criterion": r"criterion|loss_(fn|func|function)",
