@@ -81,7 +81,7 @@ class ScaleReport:
 
     def _verdict(self) -> list[str]:
         step = self.evidence.parts.step
-        if self.evidence.is_busy(self.num_cores):
+        if self.evidence.is_busy:
             return ["other programs use these cores: the times show nothing about this job. Stop them."]
         lines = [
             f"not clear: {name}, {max(0.0, part.low) / step:.0%} to {min(part.high / step, 1.0):.0%} of a step."
@@ -98,7 +98,6 @@ class ScaleReport:
 
     def _buckets(self) -> list[str]:
         last, best = self.evidence, self.evidence.best_bucket
-        is_busy = last.is_busy(self.num_cores)
         assert best is not None
         assert last.current_bucket is not None
         if len(last.buckets) == 1:
@@ -106,14 +105,14 @@ class ScaleReport:
             return [f"bucket size: makes no difference, because {sizes} all give {best.cut}."]
         rows, notes = [["  buckets", "step time, ms", "longer than best", "bucket_bytes"]], [""]
         for trial in last.buckets:
-            marks = ["in use"] * (trial is last.current_bucket) + ["recommended"] * (trial is best and not is_busy)
+            marks = ["in use"] * (trial is last.current_bucket) + ["recommended"] * (trial is best and not last.is_busy)
             notes.append(f"  <- {', '.join(marks)}" if marks else "")
             longer, sizes = f"{trial.longer.value * 1e3:.1f}", _sizes(trial.cut.sizes)
             rows.append([f"  {trial.cut.num_buckets}", f"{trial.step_seconds * 1e3:.1f}", longer, sizes])
         table = [line + note for line, note in zip(columns(rows), notes, strict=True)]
         size = self.settings.bucket_bytes if best is last.current_bucket else best.cut.sizes[0]
         recommended = ["", f"recommended: bucket_bytes={size} ({in_bytes(size)}, {best.cut})."]
-        return table if is_busy else table + recommended
+        return table if last.is_busy else table + recommended
 
 
 def _sizes(sizes: Sequence[int]) -> str:

@@ -83,9 +83,11 @@ class ScalingEvidence:
         """Seconds of a step if N ranks were N times as fast as one."""
         return (self.alone or self.parts).step / self.parts.world_size
 
-    def is_busy(self, num_cores: int) -> bool:
-        """Return whether other programs use the cores of the ranks so much that step times have no other cause."""
-        return self.parts.world_size <= num_cores and self.parts.queued > MAX_QUEUED * self.parts.step
+    @property
+    def is_busy(self) -> bool:
+        """Whether a rank waits for a core while other ranks are idle, so that only other programs can use it."""
+        parts = self.alone or self.parts
+        return parts.queued > MAX_QUEUED * (parts.step - parts.waiting - parts.communication)
 
     @property
     def unclear(self) -> dict[str, Estimate]:
@@ -237,16 +239,13 @@ def causes_of(evidence: ScalingEvidence, settings: RunSettings, num_cores: int) 
     """
     step = evidence.parts.step
     found = [*_shared_cores(evidence, num_cores)]
-    found += (
-        []
-        if evidence.is_busy(num_cores)
-        else [
+    if not evidence.is_busy:
+        found += [
             *_loading(evidence, settings, num_cores),
             *_parts_of_ranks(evidence),
             *_buckets(evidence, settings),
             *_link_causes(evidence),
         ]
-    )
     causes = [
         Cause(code=code, cost=cost, what=what, change=change, predicted_step=step - min(saved, cost))
         for code, cost, what, change, saved in found

@@ -15,7 +15,7 @@ from anybatch.diagnostics.scaling_evidence import (
     evidence_of,
     step_with_workers,
 )
-from anybatch.diagnostics.scaling_ranks import CURRENT, UNREDUCED, BucketCut, RankTimes, RunSettings
+from anybatch.diagnostics.scaling_ranks import ALONE, CURRENT, UNREDUCED, BucketCut, RankTimes, RunSettings
 from anybatch.diagnostics.step_times import RankSeconds
 from tests.diagnostics.scaling.made_times import COMPUTE, MESSAGES, UPDATE, rank_times
 
@@ -111,15 +111,17 @@ def test_a_busy_machine_gives_possible_numbers_and_no_wrong_cause(seed: int) -> 
 
 
 def test_other_programs_are_the_only_cause() -> None:
-    """If ranks wait for a core although there are enough, the link is not blamed; with too few cores, both are."""
-    ranks = []
-    for rank in range(2):
-        one = rank_times(rank, **LINK, messages=((4, 0.001), (1000, 0.08)))
-        queued = tuple(dataclasses.replace(step, queued=0.04) for step in one.steps[UNREDUCED])
-        ranks.append(dataclasses.replace(one, steps={**one.steps, UNREDUCED: queued}))
-    evidence = evidence_of(ranks)
-    codes = {cores: {cause.code for cause in causes_of(evidence, ONE_BUCKET, cores)} for cores in (1, 8)}
-    assert codes == {1: {"shared_cores", "slow_link"}, 8: {"shared_cores"}}
+    """If a rank alone waits for a core, neither link nor loader is blamed; if only ranks together do, they are."""
+    for kind, expected in ((UNREDUCED, {"shared_cores", "slow_link", "slow_loader"}), (ALONE, set[str]())):
+        ranks = []
+        for rank in range(2):
+            one = rank_times(rank, **LINK, messages=((4, 0.001), (1000, 0.08)), waiting=0.1)
+            queued = tuple(dataclasses.replace(step, queued=0.04) for step in one.steps.get(kind, ()))
+            steps = {**one.steps, **({kind: queued} if queued else {})}
+            ranks.append(dataclasses.replace(one, steps=steps))
+        evidence = evidence_of(ranks)
+        assert {cause.code for cause in causes_of(evidence, ONE_BUCKET, 8)} == expected
+        assert evidence.is_busy == (kind == ALONE)
 
 
 def test_noise_hides_a_part() -> None:
