@@ -12,6 +12,7 @@ from anybatch_guide.claims.measuring import relative
 from anybatch_guide.experiments import mathematics
 from anybatch_guide.experiments import one_batch as batch_experiment
 from anybatch_guide.experiments import split_sum as split_experiment
+from anybatch_guide.lines import rounded
 from anybatch_guide.listings import one_batch, one_mistake, split_sum
 from guide.tests.recorded_again import recording
 from tests.ranks_fixture import Ranks
@@ -110,10 +111,10 @@ def test_offered_programs_print_the_shown_numbers(batch_data: Any, split_data: A
     differences = [float(line.split()[-1]) for line in printed("split_sum").splitlines()]
     mistakes = {one["name"]: one for one in batch_data["mistakes"]}
 
-    assert batch_experiment.rounded(map(float, double), 6) == batch_data["losses"]
+    assert rounded(map(float, double), 6) == batch_data["losses"]
     assert list(map(float, single)) == pytest.approx(batch_data["losses"], rel=1e-4)
-    assert batch_experiment.rounded(map(float, clipped), 6) == mistakes["clip_each"]["reference"]
-    assert batch_experiment.rounded(map(float, wrong), 6) == mistakes["clip_each"]["losses"]["16x4"]
+    assert rounded(map(float, clipped), 6) == mistakes["clip_each"]["reference"]
+    assert rounded(map(float, wrong), 6) == mistakes["clip_each"]["losses"]["16x4"]
     shown = {cut["wrong_largest_difference"] for cut in split_data["cuts"] if "wrong_sums" in cut}
     assert shown <= set(differences)
     assert {cut["largest_difference"] for cut in split_data["cuts"]} <= set(differences)

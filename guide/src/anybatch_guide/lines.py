@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from anybatch.core.records import MemoryRecord, PhaseRecord, Record
@@ -43,6 +43,11 @@ class RecordLines:
 def significant(value: float, digits: int) -> float:
     """Return a number rounded to the given number of significant digits."""
     return float(f"{value:.{digits}g}")
+
+
+def rounded(values: Iterable[float], digits: int) -> list[float]:
+    """Return numbers rounded to the given number of significant digits."""
+    return [significant(value, digits) for value in values]
 
 
 def finite(value: float) -> float | None:

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 
@@ -14,10 +13,9 @@ from anybatch.engine.engine import Engine
 from anybatch.errors import MemoryExhaustedError, NonFiniteError
 from anybatch.norms import Policy, PolicyName
 from anybatch_guide.micro_batch_view import GradientCells, rounded
-from anybatch_guide.mistakes.mistake import loop_of
 from anybatch_guide.setting import PlaygroundSetting
 from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, cross_entropy
-from anybatch_guide.training import FINAL_FACTOR, MAX_NORM, Parts, batches_of, engine_of, limited, make, policy_of
+from anybatch_guide.training import FINAL_FACTOR, Parts, batches_of, engine_of, limited, make, policy_of, run_loop
 
 
 def first_update_difference(setting: PlaygroundSetting, task: PlaygroundTask, change: Tensor | None) -> float | None:
@@ -68,21 +66,10 @@ def _parameter_change(
 
 
 def _parameter_change_of_loop(parts: Parts, setting: PlaygroundSetting, task: PlaygroundTask) -> Tensor:
-    model, optimizer, scheduler = parts
-    before = flat(model)
+    before = flat(parts[0])
     loader = MicroBatches(task.rows, setting.micro_batch_size, setting.seed)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler", UserWarning)  # shown on purpose
-        loop_of(setting.mistake)(
-            model,
-            list(itertools.islice(loader, setting.accumulation_steps)),
-            optimizer=optimizer,
-            scheduler=scheduler,
-            criterion=cross_entropy,
-            accumulation_steps=setting.accumulation_steps,
-            max_norm=MAX_NORM if setting.mistake == "clip_each" else float("inf"),
-        )
-    return before - flat(model)
+    run_loop(setting, parts, list(itertools.islice(loader, setting.accumulation_steps)), cross_entropy)
+    return before - flat(parts[0])
 
 
 @torch.no_grad()

@@ -1,6 +1,5 @@
 """The playground: a run of the engine, or of a loop with a mistake, streamed to the page."""
 
-import warnings
 from collections.abc import Callable
 from contextlib import closing, suppress
 
@@ -10,14 +9,13 @@ from anybatch_guide.held_out import HeldOut
 from anybatch_guide.lines import RecordLines
 from anybatch_guide.loop_watch import LoopWatch
 from anybatch_guide.micro_batch_view import MicroBatchView
-from anybatch_guide.mistakes.mistake import loop_of
 from anybatch_guide.native_batch import first_step, first_update_difference, reference_run
 from anybatch_guide.programs import as_command, as_python
 from anybatch_guide.rank_processes import RankProcesses
 from anybatch_guide.run_metrics import RunMetrics
 from anybatch_guide.setting import PlaygroundSetting, SettingError, parse_setting
 from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, load
-from anybatch_guide.training import MAX_NORM, RUN_ENDS, Parts, isolated, make, run_engine
+from anybatch_guide.training import RUN_ENDS, Parts, isolated, make, run_engine, run_loop
 
 __all__ = ["PlaygroundSetting", "SettingError", "as_command", "as_python", "parse_setting", "run", "warm"]
 
@@ -80,21 +78,11 @@ def warm() -> None:
 
 def _run_loop(setting: PlaygroundSetting, task: PlaygroundTask, metrics: RunMetrics, parts: Parts) -> None:
     """Run a hand-written loop epoch after epoch, until it has made the requested steps."""
-    model, optimizer, scheduler = parts
+    model, optimizer, _ = parts
     loader = MicroBatches(task.rows, setting.micro_batch_size, setting.seed)
     with (
-        warnings.catch_warnings(),
         closing(MicroBatchView(model, task, metrics, steps=setting.steps)) as view,
         LoopWatch(setting, model=model, optimizer=optimizer, metrics=metrics, view=view) as watch,
     ):
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler", UserWarning)  # shown on purpose
         while not watch.is_done:
-            loop_of(setting.mistake)(
-                model,
-                loader,
-                optimizer=optimizer,
-                scheduler=scheduler,
-                criterion=watch.criterion,
-                accumulation_steps=setting.accumulation_steps,
-                max_norm=MAX_NORM if setting.mistake == "clip_each" else float("inf"),
-            )
+            run_loop(setting, parts, loader, watch.criterion)

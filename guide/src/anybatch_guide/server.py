@@ -49,11 +49,11 @@ def make_app(page: Mapping[str, Asset], runs: Runs, stream: Stream, limits: Limi
             await runs.close()
 
     routes = [
-        Route("/api/state", _state(runs, stream), methods=["GET"]),
+        Route("/api/state", partial(_state, runs, stream), methods=["GET"]),
         Route("/api/events", stream, methods=["GET"]),
-        Route("/api/runs", _begin(runs), methods=["POST"]),
-        Route("/api/runs/{run_id}", _cancel(runs), methods=["DELETE"]),
-        Route("/api/runs/{run_id}/{do}", _steer(runs), methods=["POST"]),
+        Route("/api/runs", partial(_begin, runs), methods=["POST"]),
+        Route("/api/runs/{run_id}", partial(_steer, runs), methods=["DELETE"]),
+        Route("/api/runs/{run_id}/{do}", partial(_steer, runs), methods=["POST"]),
         # Last, because it matches every path.
         Route("/{path:path}", serve_files(page), methods=["GET"]),
     ]
@@ -91,41 +91,27 @@ def _accepts_gzip(accepted: str) -> bool:
     return any(name == "gzip" and not _ZERO_WEIGHT.fullmatch(weight) for name, _, weight in encodings)
 
 
-def _state(runs: Runs, stream: Stream) -> Handler:
-    async def state(_request: Request) -> Response:
-        return JSONResponse({**json.loads(stream.status), "made": runs.provenance})
-
-    return state
+async def _state(runs: Runs, stream: Stream, _request: Request) -> Response:
+    return JSONResponse({**json.loads(stream.status), "made": runs.provenance})
 
 
-def _begin(runs: Runs) -> Handler:
-    async def begin(request: Request) -> Response:
-        fields = parse_run_request(await request.body())
-        paused = fields.pop("paused", False)
-        return JSONResponse({"id": await runs.begin(fields, paused=paused)}, HTTPStatus.ACCEPTED)
-
-    return begin
+async def _begin(runs: Runs, request: Request) -> Response:
+    fields = parse_run_request(await request.body())
+    paused = fields.pop("paused", False)
+    return JSONResponse({"id": await runs.begin(fields, paused=paused)}, HTTPStatus.ACCEPTED)
 
 
-def _steer(runs: Runs) -> Handler:
-    async def steer(request: Request) -> Response:
-        do = request.path_params["do"]
-        if do not in ("pause", "resume", "micro"):
-            raise HTTPException(HTTPStatus.NOT_FOUND, "Not found.")
-        _check_empty(await request.body())
-        runs.steer(request.path_params["run_id"], do)
-        return JSONResponse({"id": request.path_params["run_id"]}, HTTPStatus.ACCEPTED)
-
-    return steer
-
-
-def _cancel(runs: Runs) -> Handler:
-    async def cancel(request: Request) -> Response:
-        _check_empty(await request.body())
-        runs.cancel(request.path_params["run_id"])
-        return JSONResponse({"id": request.path_params["run_id"]}, HTTPStatus.ACCEPTED)
-
-    return cancel
+async def _steer(runs: Runs, request: Request) -> Response:
+    """Cancel a run, or steer it if the path has a command."""
+    run_id, do = request.path_params["run_id"], request.path_params.get("do")
+    if do not in (None, "pause", "resume", "micro"):
+        raise HTTPException(HTTPStatus.NOT_FOUND, "Not found.")
+    _check_empty(await request.body())
+    if do is None:
+        runs.cancel(run_id)
+    else:
+        runs.steer(run_id, do)
+    return JSONResponse({"id": run_id}, HTTPStatus.ACCEPTED)
 
 
 def parse_run_request(body: bytes) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from anybatch.core.gradient_noise import GradientNoise
 from anybatch.core.schedules import Cosine, Schedule, WarmUp, attach_schedule, join_schedules
 from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.errors import NonFiniteError
+from anybatch_guide.claims import measuring
 from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, load
 
 OptimizerName = Literal["SGD", "AdamW"]
@@ -67,9 +68,7 @@ def task_of(name: str) -> PlaygroundTask:
 
 def new_model(run: StudyRun) -> nn.Module:
     """Return the model of a run, initialized with its seed; the global random state does not change."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(run.seed)
-        return task_of(run.task).model()
+    return measuring.new_model(task_of(run.task), run.seed)
 
 
 def steps_of(run: StudyRun) -> Iterator[Batch]:

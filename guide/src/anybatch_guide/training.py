@@ -1,11 +1,12 @@
 """The model, optimizer and data of a playground run, and its loop with the engine, for one rank or two."""
 
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
@@ -18,6 +19,7 @@ from anybatch.memory.trace import MemoryTimeline
 from anybatch.norms import Ghost, Policy, PolicyName
 from anybatch.testing import memory_budget
 from anybatch_guide.micro_batch_view import MicroBatchView, ViewObserver
+from anybatch_guide.mistakes.mistake import loop_of
 from anybatch_guide.setting import GHOST_SAMPLES, NormPolicy, PlaygroundSetting
 from anybatch_guide.tasks.task import PlaygroundTask
 
@@ -73,6 +75,27 @@ def make(setting: PlaygroundSetting, task: PlaygroundTask) -> Parts:
 def batches_of(setting: PlaygroundSetting, task: PlaygroundTask) -> Batches:
     """Return the effective batches of a run."""
     return batches(task.rows, effective_batch_size=setting.effective_batch_size, steps=setting.steps, seed=setting.seed)
+
+
+def run_loop(
+    setting: PlaygroundSetting,
+    parts: Parts,
+    loader: Iterable[tuple[Tensor, Tensor]],
+    criterion: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """Run the loop with the mistake of a setting over the micro-batches of a loader."""
+    model, optimizer, scheduler = parts
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler", UserWarning)  # shown on purpose
+        loop_of(setting.mistake)(
+            model,
+            loader,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            criterion=criterion,
+            accumulation_steps=setting.accumulation_steps,
+            max_norm=MAX_NORM if setting.mistake == "clip_each" else float("inf"),
+        )
 
 
 def policy_of(name: NormPolicy) -> Policy | PolicyName:

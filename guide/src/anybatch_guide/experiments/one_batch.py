@@ -1,13 +1,13 @@
 """One batch split in four ways: the losses of each way, without and with one mistake."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from anybatch.testing import RankPool
 from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
-from anybatch_guide.lines import significant
+from anybatch_guide.lines import rounded, significant
 from anybatch_guide.listings import one_batch, one_mistake
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -86,11 +86,6 @@ def distances_of(values: Sequence[float], reference: Sequence[float]) -> list[fl
 def largest_gap(gaps: Mapping[str, Sequence[float]]) -> float:
     """Return the largest gap."""
     return max(max(values) for values in gaps.values())
-
-
-def rounded(values: Iterable[float], digits: int) -> list[float]:
-    """Return numbers rounded to the given number of significant digits."""
-    return [significant(value, digits) for value in values]
 
 
 EXPERIMENT = Experiment(

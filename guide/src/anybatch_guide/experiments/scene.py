@@ -13,7 +13,7 @@ from anybatch.memory.trace import MemoryTrace, timeline
 from anybatch.recipes.digits import Digits, Network
 from anybatch_guide.claims.measuring import relative
 from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
-from anybatch_guide.lines import significant
+from anybatch_guide.lines import rounded, significant
 from anybatch_guide.memory.small import isolated_random_state
 
 BATCH_SIZE, NUM_STEPS, LEARNING_RATE = 64, 3, 3e-3
@@ -68,7 +68,7 @@ def run(emit: Emit) -> Data:
     return {
         "limit": LIMIT_BYTES,
         "digits": packed(inputs),
-        "weights": [rounded(vector[shown]) for vector in unsplit.weights],
+        "weights": [rounded(vector[shown].tolist(), 3) for vector in unsplit.weights],
         "gradients": [thousandths(vector[shown]) for vector in gradients],
         "losses": [round(loss, 4) for loss in unsplit.losses],
         "state": [held["weights"], held["optimizer"]],
@@ -264,11 +264,6 @@ def packed(images: Tensor) -> str:
 def thousandths(values: Tensor) -> list[int]:
     """Return numbers as integers, in units of 0.001."""
     return [round(1000 * value) for value in values.tolist()]
-
-
-def rounded(values: Tensor) -> list[float]:
-    """Return numbers with three significant digits."""
-    return [significant(value, 3) for value in values.tolist()]
 
 
 EXPERIMENT = Experiment(
