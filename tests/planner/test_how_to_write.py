@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anybatch.planner.budget import budget_of
-from anybatch.planner.changes import code_of, named_change, sharded_in_bfloat16
+from anybatch.planner.changes import code_of, named_change, sharded_in_bfloat16, strategy_change
 from anybatch.planner.plan import make_plan
 from tests.planner.test_combinations import Net, adamw, spec_of
 
@@ -41,7 +41,7 @@ def test_written_strategies_match_the_plan(precision: str) -> None:
     """The lines spell out FSDP with bf16 gathers as planned under bf16; in float32 they use its name."""
     planned = sharded_in_bfloat16 if precision == "bf16" else "fsdp"
     names: dict[str, Any] = {"torch": torch, "ab": SimpleNamespace(Engine=lambda *_, **given: given)}
-    exec(code_of((), "FSDP", planned), names)  # noqa: S102 (our own lines)
+    exec(code_of([strategy_change("FSDP", planned)]), names)  # noqa: S102 (our own lines)
 
     written = names["engine"]["strategy"]
     if isinstance(planned, str):
@@ -77,7 +77,7 @@ def test_the_answer_prints_its_strategy() -> None:
     assert plan.answer is not None
     best = plan.answer.best
     assert best is not None
-    lines = code_of(best.changes, best.strategy, best.spec.strategy).splitlines()
+    lines = code_of(best.changes).splitlines()
     assert best.strategy
     assert any(line.startswith("engine = ab.Engine(..., strategy=") for line in lines)
     assert [f"  {line}" for line in lines] == [line for line in str(plan).splitlines() if line[2:] in lines]

@@ -1,36 +1,38 @@
 """Find the largest micro-batch that fits, for a step, for each change of it, and for combinations (`--fit`).
 
-`--fit` tries changes of the requested step in levels, the smallest first: matrix products in bf16; weights in bf16;
-optimizer state in 8 bits; other trained parameters. Each level is combined with changes that keep the gradient (fused
-update, checkpointing, chunked loss), and the fastest combination of the first level that fits is the answer.
+`--fit` tries changes of the requested step in levels, the smallest first: the step as requested, or without a requested
+precision also TF32 and 16-bit products; weights in bf16; smaller optimizer state; other trained parameters. Each level
+is combined with a fused update, checkpointing and a chunked loss; the fastest combination of the first level that fits
+is the answer. If it trains adapters, an alternative trains all parameters.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from anybatch.core.geometry import NEAR_BEST, ceil_div, even_size
 from anybatch.core.units import in_bytes
 from anybatch.engine.strategy_choice import replica_bytes
 from anybatch.errors import UserError
 from anybatch.memory.trace import MemoryEnvelope, Peak
-from anybatch.parallel.strategy import Strategy
 from anybatch.planner.budget import Budget
 from anybatch.planner.caching_allocator import replay
 from anybatch.planner.changes import (
     Change,
     all_changes,
     changed,
-    engine_line,
-    fsdp_strategy,
+    code_of,
     modules_of,
+    sharded_in_bfloat16,
     single_changes,
-    strategy_lines,
+    strategy_change,
+    update_changes,
 )
-from anybatch.planner.devices import DEVICES, Autocast
+from anybatch.planner.devices import DEVICES
 from anybatch.planner.envelopes import Binding, Envelopes, find_envelopes, with_alone
-from anybatch.planner.step_spec import StepSpec, as_module, built
+from anybatch.planner.step_spec import StepSpec, built
 from anybatch.planner.step_time import CostLine, StepSeconds, step_seconds
 from anybatch.planner.step_trace import trace_step
 
@@ -39,8 +41,7 @@ from anybatch.planner.step_trace import trace_step
 class Fit:
     """The largest micro-batch that fits, with or without a change of the step."""
 
-    name: str  # the change; empty for none
-    how: str  # code that makes the change
+    change: Change  # the change; its name is empty for none
     world_size: int
     largest: int  # the largest micro-batch size that keeps the headroom; 0 if not even one sample fits
     micro_batch_size: int  # the proposed size: a rank's samples in even parts of at most `largest`; 1 if nothing fits
@@ -53,6 +54,16 @@ class Fit:
     seconds: StepSeconds | None  # time of a step; None where it cannot be predicted
     reserved_bytes_without_limit: int  # memory that the allocator reserves at that size without a limit
     requested_size: int | None  # the requested micro-batch size; None for the largest that fits
+
+    @property
+    def name(self) -> str:
+        """The name of the change."""
+        return self.change.name
+
+    @property
+    def how(self) -> str:
+        """The code that makes the change."""
+        return code_of([self.change])
 
     @property
     def fits(self) -> bool:
@@ -70,11 +81,6 @@ class PlanTarget:
     micro_batch_size: int | None = None  # the requested micro-batch size; None for the largest that fits
     expandable_segments: bool = False  # whether `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` is set
 
-    @property
-    def autocast(self) -> Autocast:
-        """The proposed 16-bit format: the device's, or bf16 for an unknown device."""
-        return "bf16" if self.budget.device is None else self.budget.device.autocast
-
     def share(self, world_size: int) -> int:
         """Return the maximum number of samples that a rank has in a step."""
         return ceil_div(self.effective_batch_size, world_size)
@@ -89,7 +95,7 @@ class PlanTarget:
         return step_seconds(costs, device, sizes, world_size=world_size, gradient_bytes=self.gradient_bytes)
 
 
-def fit_of(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, name: str = "", how: str = "") -> Fit:
+def fit_of(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, change: Change | None = None) -> Fit:
     """Return the largest micro-batch that fits, and the split of a rank share; `envelopes` give memory at any size."""
     usable, share, expandable = target.budget.usable_bytes, target.share(spec.world_size), target.expandable_segments
     # A step with one micro-batch (`alone`) needs less memory, because no earlier micro-batch has left gradients.
@@ -105,8 +111,7 @@ def fit_of(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, name: st
     if largest >= size:  # with a limit, the allocator frees cached segments instead of reserving more
         reserved = max(envelopes.peak_bytes(size), min(reserved, usable))
     return Fit(
-        name=name,
-        how=how,
+        change=change or Change(name=""),
         world_size=spec.world_size,
         largest=largest,
         micro_batch_size=size,
@@ -144,113 +149,95 @@ def propose(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: b
     found = []
     by_category, usable = envelopes.steady.at_peak(1).by_category, target.budget.usable_bytes
     state = sum(by_category[name] for name in ("weights", "gradients", "optimizer"))
-    for change in single_changes(spec, target.autocast) if fits or state < usable else []:
-        try:
-            after = reshaped(envelopes, change) if change.reshape else envelopes_of(changed(spec, [change]), target)
-        except UserError:
-            continue
-        found.append(fit_of(spec, after, target, name=change.name, how=change.code))
-    return [*found, *_sharded(spec, envelopes, target, fits=fits)]
-
-
-def reshaped(envelopes: Envelopes, change: Change) -> Envelopes:
-    """Return the memory of a step with a change that can be derived from the traces without it."""
-    assert change.reshape is not None, "other changes are traced"
-    return dataclasses.replace(
-        envelopes,
-        steady=change.reshape(envelopes.steady),
-        first=change.reshape(envelopes.first),
-        costs=envelopes.costs if change.change_costs is None else change.change_costs(envelopes.costs),
-        alone=None if envelopes.alone is None else reshaped(envelopes.alone, change),
-    )
-
-
-def _sharded(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: bool) -> list[Fit]:
-    """Plan sharding of weights, gradients or the optimizer's state over ranks."""
-    found = []
-    try:
-        if spec.world_size > 1 and not envelopes.sharded:
-            found += [_plan_with_strategy(spec, "zero1", target, "ZeRO-1"), _fsdp(spec, target)]
-        # Propose more devices only if nothing fits on the planned number.
-        if not fits and not any(fit.fits for fit in found):
-            found += _smallest_world(spec, target)
-    except UserError:  # the model, loss or optimizer cannot be sharded
-        pass
+    single = single_changes(spec)
+    sharding = strategies(spec)[1:] if spec.world_size > 1 and not envelopes.sharded else []
+    for change in (*(single if fits or state < usable else ()), *sharding):
+        is_traced = change.apply is not None or change.strategy is not None
+        with contextlib.suppress(UserError):
+            after = envelopes_of(changed(spec, [change]), target) if is_traced else envelopes
+            found.append(fit_of(spec, reshaped(after, [change]), target, change))
+    # Propose more devices only if nothing fits on the planned number.
+    if not fits and not any(fit.fits for fit in found):
+        with contextlib.suppress(UserError):  # the model, loss or optimizer cannot be sharded
+            found += _smallest_world(spec, target, [one for one in single if one.name == "checkpointing"])
     return found
 
 
-def _smallest_world(spec: StepSpec, target: PlanTarget) -> list[Fit]:
+def reshaped(envelopes: Envelopes, changes: Iterable[Change]) -> Envelopes:
+    """Return the memory and costs of a step with the parts of the changes that are derived from a trace."""
+    for change in changes:
+        if change.reshape is not None:
+            steady, first = change.reshape(envelopes.steady), change.reshape(envelopes.first)
+            envelopes = dataclasses.replace(envelopes, steady=steady, first=first)
+        if change.change_costs is not None:
+            envelopes = dataclasses.replace(envelopes, costs=change.change_costs(envelopes.costs))
+        if envelopes.alone is not None:
+            envelopes = dataclasses.replace(envelopes, alone=reshaped(envelopes.alone, [change]))
+    return envelopes
+
+
+def _smallest_world(spec: StepSpec, target: PlanTarget, checkpointed: Sequence[Change]) -> list[Fit]:
     """Plan FSDP, with checkpointing if possible, over the smallest sufficient number of devices."""
-    checkpointed = all_changes(spec).get("checkpointing")
-    spec, _ = built(changed(spec, [] if checkpointed is None else [checkpointed]))
-    sharded = dataclasses.replace(spec, strategy=fsdp_strategy(spec.trained))
-    smallest = smallest_world(sharded, target.budget.usable_bytes)
+    sharding = strategies(spec)[-1]
+    spec = changed(spec, [*checkpointed, sharding])
+    smallest = smallest_world(spec, target.budget.usable_bytes)
     if smallest is None:
         return []
-    fit = _fsdp(dataclasses.replace(spec, world_size=smallest), target)
-    if checkpointed is None:
-        return [fit]
-    how = f"{checkpointed.code}\n{fit.how}"
-    return [dataclasses.replace(fit, name=f"{fit.name}, checkpointing", how=how)]
+    name = ", ".join((f"FSDP over {smallest} ranks", *(change.name for change in checkpointed)))
+    both = Change(name=name, how=code_of([*checkpointed, sharding]))
+    spec = dataclasses.replace(spec, world_size=smallest)
+    return [fit_of(spec, envelopes_of(spec, target), target, both)]
 
 
 def smallest_world(spec: StepSpec, budget_bytes: int, *, max_ranks: int = 1024) -> int | None:
-    """Return the fewest ranks, a power of two, on which FSDP2 fits micro-batches of one sample; None if there is none.
-
-    Numbers of ranks that are too small for the weights alone are skipped.
-    """
+    """Return the fewest ranks, a power of two, on which FSDP2 fits micro-batches of one sample; None if none do."""
     ready, _ = built(dataclasses.replace(spec, world_size=2))  # once for all traces
-    weights = sum(weight.numel() * weight.element_size() for weight in as_module(ready.trained.model).parameters())
-    size = 2
-    while size <= max_ranks:
-        if weights <= size * budget_bytes:
-            trace = trace_step(dataclasses.replace(ready, world_size=size), 1).steady
-            sizes = [allocation.num_bytes for allocation in trace.allocations]
-            if replay(trace.events, sizes, limit_bytes=budget_bytes, pools=trace.pools).fits:
-                return size
-        size *= 2
-    return None
+
+    def fits(num_ranks: int) -> bool:
+        trace = trace_step(dataclasses.replace(ready, world_size=num_ranks), 1).steady
+        sizes = [allocation.num_bytes for allocation in trace.allocations]
+        return replay(trace.events, sizes, limit_bytes=budget_bytes, pools=trace.pools).fits
+
+    ranks = [2**power for power in range(1, max_ranks.bit_length())]
+    return ranks[bisect_left(ranks[:-1], 1, key=fits)] if fits(ranks[-1]) else None
 
 
-def _plan_with_strategy(spec: StepSpec, strategy: str | Callable[[], Strategy], target: PlanTarget, name: str) -> Fit:
-    """Plan the step under another strategy."""
-    spec = dataclasses.replace(spec, strategy=strategy)
-    before, argument = strategy_lines(strategy)
-    how = "\n".join((*before, engine_line(argument)))
-    return fit_of(spec, envelopes_of(spec, target), target, name=f"{name} over {spec.world_size} ranks", how=how)
+def gains(fit: Fit, baseline: Fit) -> bool:
+    """Whether a change makes a step fit, or makes it faster by more than predicted times can distinguish."""
+    if not baseline.fits or baseline.seconds is None:
+        return fit.fits
+    return fit.fits and fit.seconds is not None and fit.seconds.total * NEAR_BEST < baseline.seconds.total
 
 
-def _fsdp(spec: StepSpec, target: PlanTarget) -> Fit:
-    spec, _ = built(spec)
-    return _plan_with_strategy(spec, fsdp_strategy(spec.trained), target, "FSDP")
-
-
-def best_first(fits: Iterable[Fit]) -> list[Fit]:
-    """Sort plans: fitting plans first, then by predicted time, number of micro-batches, and descending `largest`."""
-
-    def sort_key(fit: Fit) -> tuple[bool, float, int, int, int]:
-        seconds = float("inf") if fit.seconds is None else fit.seconds.total
-        return not fit.fits, seconds, fit.accumulation_steps, -fit.largest, fit.reserved_bytes
-
-    return sorted(fits, key=sort_key)
+def best_first(fits: Iterable[Fit], baseline: Fit) -> list[Fit]:
+    """Sort plans: first those that gain, then by predicted time, number of micro-batches, and descending `largest`."""
+    return sorted(
+        fits,
+        key=lambda fit: (
+            *(not fit.fits, not gains(fit, baseline), float("inf") if fit.seconds is None else fit.seconds.total),
+            *(fit.accumulation_steps, -fit.largest, fit.reserved_bytes),
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Combination:
     """A combination of changes, and the memory of the step with them."""
 
-    changes: tuple[Change, ...]  # the changes in order; empty for the requested step
-    strategy: str  # the strategy chosen by `--fit`; empty for the requested strategy
-    spec: StepSpec  # the step with the changes, except for a chunked loss
+    changes: tuple[Change, ...]  # the changes in order, and a strategy chosen by `--fit`; empty for the requested step
     fit: Fit | None  # the largest micro-batch that fits; None if it was not planned
     why: str = ""  # the reason why it was not chosen; empty for the answer
     seconds: float | None = None  # time used for ranking; None if it does not fit
 
     @property
     def name(self) -> str:
-        """The names of the changes and of the strategy."""
-        names = [change.name for change in self.changes] + [self.strategy] * bool(self.strategy)
-        return " + ".join(names) or "no change"
+        """The names of the changes."""
+        return " + ".join(change.name for change in self.changes) or "no change"
+
+    @property
+    def strategy(self) -> str:
+        """The strategy chosen by `--fit`; empty for the requested strategy."""
+        return "".join(change.name for change in self.changes if change.strategy is not None)
 
     @property
     def fits(self) -> bool:
@@ -269,41 +256,40 @@ class Answer:
 
     best: Combination | None  # the answer; None if nothing fits
     tried: tuple[Combination, ...]  # all planned combinations, in order, including the answer
+    alternative: Combination | None = None  # a combination that trains all parameters, if the answer does not
+
+
+Changes = tuple[Change, ...]
+Levels = Sequence[Changes]
 
 
 def find_combination(spec: StepSpec, target: PlanTarget, *, may_change_precision: bool) -> Answer:
     """Return the fastest combination that fits, at the level closest to the requested step."""
-    known, tried = all_changes(spec), list[Combination]()
-    autocast = _named(known, f"{target.autocast} autocast") if may_change_precision else ()
-    for level in _levels(spec, known, autocast):
-        for name, strategy in _strategies(spec, level):
-            found = _combinations(dataclasses.replace(spec, strategy=strategy), target, level, name)
-            tried += found
-            if fitting := [combination for combination in found if combination.fits]:
-                best = simplest_of_the_fastest(fitting)
-                return Answer(best=best, tried=tuple(_explained(combination, best) for combination in tried))
-    return Answer(best=None, tried=tuple(tried))
+    known = all_changes(spec)
+    names = ("TF32 products", f"{spec.autocast} autocast") if may_change_precision else ()
+    tf32, autocast = (tuple(known[name] for name in names[n : n + 1] if name in known) for n in (0, 1))
+    search = _Search(target, known, tf32)
+    best = next(filter(None, (search.fastest(spec, levels) for levels in _levels(spec, known, autocast))), None)
+    other, alone = None, dataclasses.replace(spec, num_micro_batches=1)
+    if best is None or any(change.name.startswith("LoRA") for change in best.changes):
+        last = ([(change,)] for name, change in known.items() if name.endswith("in the backward"))
+        other = next(filter(None, (search.fastest(alone, levels) for levels in last)), None)
+    why = f"not faster by more than {NEAR_BEST - 1:.0%}"
+    tried = (c if c in (best, other) or c.why else dataclasses.replace(c, why=why) for c in search.tried)
+    return Answer(best=best, tried=tuple(tried), alternative=other)
 
 
-def _levels(spec: StepSpec, known: Mapping[str, Change], autocast: tuple[Change, ...]) -> Iterator[tuple[Change, ...]]:
-    """Yield the changes of each level, the smallest change of the requested step first."""
-    yield ()
-    if autocast:
-        yield autocast
-    bf16 = _named(known, "bf16 autocast") if autocast else ()
-    in_bf16 = autocast == bf16 if autocast else built(spec)[0].trained.precision == "bf16"
+def _levels(spec: StepSpec, known: Mapping[str, Change], autocast: tuple[Change, ...]) -> Iterator[Levels]:
+    """Yield groups of levels, each a tuple of changes; the smallest change of the requested step first."""
+    yield [(), autocast] if autocast else [()]
+    in_bf16 = built(spec)[0].trained.precision == "bf16" or [change.name for change in autocast] == ["bf16 autocast"]
     split, stochastic, eight_bit = "bf16 weights, split", "bf16 weights, rounded stochastically", "8-bit AdamW"
-    for names in ((split,), (eight_bit,), (stochastic,), (stochastic, eight_bit)):
+    for names in ((split,), (eight_bit,), (stochastic,), (stochastic, eight_bit), (stochastic, "Adafactor")):
         if all(name in known and (in_bf16 or name == eight_bit) for name in names):
-            yield (*autocast, *_named(known, *names))
+            yield [(*autocast, *(known[name] for name in names))]
     for name in known:
-        if name.startswith("LoRA"):  # its base is in bf16 on every device
-            yield (*bf16, known[name])
-
-
-def _named(known: Mapping[str, Change], *names: str) -> tuple[Change, ...]:
-    """Return the known changes with these names."""
-    return tuple(known[name] for name in names if name in known)
+        if name.startswith("LoRA"):
+            yield [(*autocast, known[name])]
 
 
 def simplest_of_the_fastest(fitting: Sequence[Combination]) -> Combination:
@@ -312,87 +298,81 @@ def simplest_of_the_fastest(fitting: Sequence[Combination]) -> Combination:
     Predicted times are not accurate enough to distinguish such combinations.
     """
     limit = NEAR_BEST * min(combination.seconds or 0.0 for combination in fitting)
-    near = [combination for combination in fitting if (combination.seconds or 0.0) <= limit]
-
-    def effort(choice: Combination) -> tuple[int, int, float]:
-        return len(choice.changes), sum(change.code.count("\n") for change in choice.changes), choice.seconds or 0.0
-
-    return min(near, key=effort)
-
-
-def _explained(choice: Combination, best: Combination) -> Combination:
-    """Return a combination with the reason why it was not chosen."""
-    if choice is best or not choice.fits:
-        return choice
-    is_slower = (choice.seconds or 0.0) > (best.seconds or 0.0)
-    return dataclasses.replace(
-        choice, why="slower" if is_slower else f"not faster by more than {NEAR_BEST - 1:.0%}, and needs more changes"
+    return min(
+        (choice for choice in fitting if (choice.seconds or 0.0) <= limit),
+        key=lambda choice: (len(choice.changes), code_of(choice.changes).count("\n"), choice.seconds or 0.0),
     )
 
 
-def _combinations(spec: StepSpec, target: PlanTarget, level: tuple[Change, ...], strategy: str) -> list[Combination]:
-    """Plan a level under a strategy: with a fused update, and with checkpointing if that may help."""
-    start, usable = changed(spec, level), target.budget.usable_bytes
-    least = _min_bytes(start)
-    if strategy in {"", "all_reduce"} and spec.strategy in {"auto", "single", "all_reduce"} and least > usable:
-        why = f"weights, gradients and optimizer state take {in_bytes(least)} of {in_bytes(max(0, usable))}"
-        return [Combination(changes=level, strategy=strategy, spec=start, fit=None, why=why)]
-    possible = {change.name: change for change in single_changes(start)}
-    base = (*level, *_named(possible, "fused optimizer"))
-    chunks = [change for change in possible.values() if change.reshape is not None]
-    plain = _planned(spec, target, base, strategy, chunks)
-    fit = plain[0].fit
-    if fit is None or "checkpointing" not in possible:
-        return plain
-    state = sum(fit.peak.by_category[name] for name in ("weights", "buffers", "gradients", "optimizer"))
-    # Fewer activations do not help if all samples of a rank fit, or if the state alone does not.
-    if fit.largest >= target.share(spec.world_size) or state >= usable:
-        return plain
-    return [*plain, *_planned(spec, target, (*base, possible["checkpointing"]), strategy, chunks)]
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """Plans combinations for a target, and keeps them."""
 
+    target: PlanTarget
+    known: Mapping[str, Change]
+    formats: tuple[Change, ...]  # formats of products that need no trace, for steps without other changes
+    tried: list[Combination] = field(default_factory=list)
 
-def _planned(
-    spec: StepSpec, target: PlanTarget, changes: tuple[Change, ...], strategy: str, chunks: Sequence[Change]
-) -> list[Combination]:
-    """Plan a combination without and with a chunked loss."""
-    step, usable = changed(spec, changes), target.budget.usable_bytes
-    combination = partial(Combination, strategy=strategy, spec=step)
-    try:
-        envelopes = envelopes_of(step, target)
-    except UserError as error:
-        return [combination(changes=changes, fit=None, why=str(error))]
-    # For ranking, use the device with the nearest memory if only the memory is known.
-    nearest = min(DEVICES, key=lambda device: abs(device.memory_bytes - target.budget.total_bytes))
-    budget = dataclasses.replace(target.budget, device=target.budget.device or nearest)
-    ranked, found = dataclasses.replace(target, budget=budget), []
-    for chunk in (None, *chunks):
-        memory = envelopes if chunk is None else reshaped(envelopes, chunk)
-        fit, every = fit_of(step, memory, target), changes if chunk is None else (*changes, chunk)
-        if not fit.fits:
-            samples = f"{fit.requested_size} samples take" if fit.requested_size else "one sample takes"
-            why = f"{samples} {in_bytes(fit.reserved_bytes)} of {in_bytes(max(0, usable))}"
-            found.append(combination(changes=every, fit=fit, why=why))
-            continue
-        seconds = ranked.seconds(memory.costs, fit.micro_batch_size, step.world_size)
-        assert seconds is not None, "the device used for ranking has a known speed"
-        gathering = _gathering_seconds(step, fit, seconds, target) if memory.sharded else 0.0
-        found.append(combination(changes=every, fit=fit, seconds=seconds.total + gathering))
-    return found
+    def fastest(self, spec: StepSpec, levels: Levels) -> Combination | None:
+        """Plan some levels under each strategy, until one fits; return the fastest combination that fits."""
+        chosen = spec.world_size > 1 and spec.strategy == "auto"
+        rows = [strategies(changed(spec, level)) if chosen else [None] for level in levels]
+        for row in zip(*rows, strict=True):
+            found = [
+                combination
+                for level, strategy in zip(levels, row, strict=True)
+                for combination in self._combinations(spec, level, () if strategy is None else (strategy,))
+            ]
+            self.tried.extend(found)
+            if fitting := [combination for combination in found if combination.fits]:
+                return simplest_of_the_fastest(fitting)
+        return None
 
+    def _combinations(self, spec: StepSpec, level: Changes, strategy: Changes) -> list[Combination]:
+        """Plan a level under a strategy: with a fused update, and with checkpointing if that may help."""
+        start, usable = changed(spec, (*level, *strategy)), self.target.budget.usable_bytes
+        in_backward = any(change.reshape for change in level)
+        least = 0 if in_backward else _min_bytes(start)
+        if start.strategy in {"auto", "single", "all_reduce"} and least > usable:
+            why = f"weights, gradients and optimizer state take {in_bytes(least)} of {in_bytes(max(0, usable))}"
+            return [Combination(changes=(*level, *strategy), fit=None, why=why)]
+        base = (*level, *([] if in_backward else update_changes(built(start)[0])))
+        derived = [change for name, change in self.known.items() if name.startswith("loss in chunks")]
+        derived += () if level else self.formats
+        variants = [(), *((change,) for change in derived), *([tuple(derived)] if len(derived) > 1 else [])]
+        plain = self._planned(spec, base, strategy, variants)
+        fit = plain[0].fit
+        if fit is None or "checkpointing" not in self.known:
+            return plain
+        state = sum(fit.peak.by_category[name] for name in ("weights", "buffers", "gradients", "optimizer"))
+        # Fewer activations do not help if all samples of a rank fit, or if the state alone does not.
+        if fit.largest >= self.target.share(spec.world_size) or state >= usable:
+            return plain
+        return [*plain, *self._planned(spec, (*base, self.known["checkpointing"]), strategy, variants)]
 
-def _gathering_seconds(step: StepSpec, fit: Fit, computing: StepSeconds, target: PlanTarget) -> float:
-    """Return a lower bound on the communication time of FSDP that does not overlap with computation.
-
-    Each micro-batch gathers the weights twice and reduces float32 gradients once; each rank receives all but its own
-    part. Latency and buckets are unknown, so the bound is used for ranking, but not printed.
-    """
-    device = target.budget.device
-    if device is None:
-        return 0.0
-    bf16 = built(step)[0].trained.precision == "bf16"
-    num_bytes = (2 if bf16 else 3) * target.gradient_bytes * (step.world_size - 1) / step.world_size
-    each = computing.micro_batches / fit.accumulation_steps
-    return fit.accumulation_steps * max(0.0, num_bytes / device.link_bytes_per_second - each)
+    def _planned(self, spec: StepSpec, changes: Changes, strategy: Changes, variants: Levels) -> list[Combination]:
+        """Plan a combination, and its variants with changes that are derived from its trace."""
+        target, step, usable = self.target, changed(spec, (*changes, *strategy)), self.target.budget.usable_bytes
+        try:
+            envelopes = reshaped(envelopes_of(step, target), changes)
+        except UserError as error:
+            return [Combination(changes=(*changes, *strategy), fit=None, why=str(error))]
+        # For ranking, use the device with the nearest memory if only the memory is known.
+        nearest = min(DEVICES, key=lambda device: abs(device.memory_bytes - target.budget.total_bytes))
+        budget = dataclasses.replace(target.budget, device=target.budget.device or nearest)
+        ranked, found = dataclasses.replace(target, budget=budget), []
+        for more in variants:
+            memory, every = reshaped(envelopes, more), (*changes, *more, *strategy)
+            fit = fit_of(step, memory, target)
+            if not fit.fits:
+                samples = f"{fit.requested_size} samples take" if fit.requested_size else "one sample takes"
+                why = f"{samples} {in_bytes(fit.reserved_bytes)} of {in_bytes(max(0, usable))}"
+                found.append(Combination(changes=every, fit=fit, why=why))
+                continue
+            seconds = ranked.seconds(memory.costs, fit.micro_batch_size, step.world_size)
+            assert seconds is not None, "the device used for ranking has a known speed"
+            found.append(Combination(changes=every, fit=fit, seconds=seconds.total))
+        return found
 
 
 def _min_bytes(spec: StepSpec) -> int:
@@ -402,9 +382,7 @@ def _min_bytes(spec: StepSpec) -> int:
     return needed.replicated_bytes + needed.update.state
 
 
-def _strategies(spec: StepSpec, level: tuple[Change, ...]) -> list[tuple[str, str | Callable[[], Strategy]]]:
-    """Return the strategies for several ranks by increasing traffic, or only the requested one."""
-    if spec.world_size == 1 or spec.strategy != "auto":
-        return [("", spec.strategy)]
-    ready, _ = built(changed(spec, level))
-    return [("all_reduce", "all_reduce"), ("ZeRO-1", "zero1"), ("FSDP", fsdp_strategy(ready.trained))]
+def strategies(spec: StepSpec) -> list[Change]:
+    """Return the strategies for several ranks by increasing traffic."""
+    fsdp = sharded_in_bfloat16 if built(spec)[0].trained.precision == "bf16" else "fsdp"
+    return [strategy_change(*one) for one in (("all_reduce", "all_reduce"), ("ZeRO-1", "zero1"), ("FSDP", fsdp))]

@@ -26,6 +26,7 @@ from anybatch.planner.fit import (
     envelopes_of,
     find_combination,
     fit_of,
+    gains,
     propose,
     reshaped,
 )
@@ -37,37 +38,21 @@ _NAME_WIDTH, _COLUMNS = 11, 80
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """The micro-batch size that fits on a device, and the reason for it; `print(plan)` shows the plan as text.
+    """The micro-batch size that fits on a device, and the reason for it; `print(plan)` shows the plan as text."""
 
-    Attributes:
-        name: name of the recipe, model or class.
-        spec: the step.
-        num_parameters: number of parameters, including frozen ones.
-        optimizer: class name of the optimizer.
-        precision: number formats of forward and backward.
-        target: the device, and the effective batch size.
-        batch: how the effective batch is split into micro-batches and over ranks at the proposed size.
-        baseline: the step without proposed changes, with the largest micro-batch that fits.
-        changes: the step with each proposed change, the fastest first.
-        notes: notes for the user about the plan.
-        seconds: time that planning took.
-        requested: changes that the user has requested, included in the step.
-        answer: the combination of changes that fits, if requested.
-    """
-
-    name: str
-    spec: StepSpec
-    num_parameters: int
-    optimizer: str
-    precision: str
-    target: PlanTarget
-    batch: BatchPlan
-    baseline: Fit
-    changes: tuple[Fit, ...]
-    notes: tuple[str, ...]
-    seconds: float
-    requested: tuple[Change, ...] = ()
-    answer: Answer | None = None
+    name: str  # name of the recipe, model or class
+    spec: StepSpec  # the step
+    num_parameters: int  # number of parameters, including frozen ones
+    optimizer: str  # class name of the optimizer
+    precision: str  # number formats of forward and backward
+    target: PlanTarget  # the device, and the effective batch size
+    batch: BatchPlan  # the split of the effective batch into micro-batches and over ranks at the proposed size
+    baseline: Fit  # the step without proposed changes, with the largest micro-batch that fits
+    changes: tuple[Fit, ...]  # the step with each proposed change, the fastest first
+    notes: tuple[str, ...]  # notes for the user about the plan
+    seconds: float  # time that planning took
+    requested: tuple[Change, ...] = ()  # changes that the user has requested, included in the step
+    answer: Answer | None = None  # the combination of changes that fits, if requested
 
     @property
     def budget(self) -> Budget:
@@ -220,38 +205,43 @@ def _moment(fit: Fit) -> str:
 def _table(plan: Plan) -> list[str]:
     """Return the table of changes, with the baseline first and then the fastest, and the code of the best change."""
     rows = [("change", "micro-batch", "steps", "memory", "s/step")]
-    rows += [_row("no change", plan.baseline, plan.budget)]
-    rows += [_row(change.name, change, plan.budget) for change in plan.changes]
-    lines = columns(rows)
-    # The first change is the fastest that fits, if any does.
-    best = plan.changes[0]
-    return [*lines, f"{best.name}: {best.how}"] if best.fits else lines
+    rows += [_row(fit.name or "no change", fit, plan.budget) for fit in (plan.baseline, *plan.changes)]
+    lines, best = columns(rows), plan.changes[0]
+    if others := [fit.name for fit in plan.changes if not fit.change.same_step]:
+        lines += _wrapped("not equal", [f"the results of {', '.join(others)}"])
+    # The first change is the fastest, if any makes a difference.
+    if not gains(best, plan.baseline):
+        return lines
+    return [*lines, *_wrapped("costs", [best.change.costs or "none"]), *best.how.splitlines()]
 
 
 def _answer(plan: Plan, answer: Answer) -> list[str]:
-    """Return the combination that fits, its costs, its code, and the other attempts."""
-    best = answer.best
-    if best is None or best.fit is None:
+    """Return the combination that fits, its costs, its code, an alternative, and the other attempts."""
+    lines = _chosen(plan, "fits with", answer.best)
+    if answer.best is None:
         lines = _wrapped("fits with", ["none of the changes that were tried"])
-    else:
-        lines = [
-            *_wrapped("fits with", [best.name, *_sizes_of(best.fit, plan.target)]),
-            *_wrapped("costs", [f"{change.name}: {change.costs}" for change in best.changes if change.costs]),
-            *_wrapped(
-                "exact", ["same gradient and update as without changes, up to rounding"] if best.same_step else []
-            ),
-            *([""] if best.changes or best.strategy else []),
-            *(f"  {line}" for line in code_of(best.changes, best.strategy, best.spec.strategy).splitlines()),
-        ]
-    rows = [("tried", "micro-batch", "steps", "memory", "s/step")]
-    for combination in answer.tried:
-        nothing = ("", "-", "-", "-", "-")
-        rows.append(nothing if combination.fit is None else _row("", combination.fit, plan.budget))
+    lines += _chosen(plan, "or with", answer.alternative)
+    rows, none = [("tried", "micro-batch", "steps", "memory", "s/step")], ("", "-", "-", "-", "-")
+    rows += [none if one.fit is None else _row("", one.fit, plan.budget) for one in answer.tried]
     head, *sizes = columns(rows)
     lines += ["", head]
     for combination, row in zip(answer.tried, sizes, strict=True):
         lines += [combination.name, f"{row}  {combination.why or 'the answer'}"]
     return lines
+
+
+def _chosen(plan: Plan, label: str, choice: Combination | None) -> list[str]:
+    """Return a combination with its costs and its code."""
+    if choice is None or choice.fit is None:
+        return []
+    equal = ["same gradient and update as without changes, up to rounding"] if choice.same_step else []
+    return [
+        *_wrapped(label, [choice.name, *_sizes_of(choice.fit, plan.target)]),
+        *_wrapped("costs", [f"{change.name}: {change.costs}" for change in choice.changes if change.costs]),
+        *_wrapped("exact", equal),
+        *([""] if choice.changes else []),
+        *(f"  {line}" for line in code_of(choice.changes).splitlines()),
+    ]
 
 
 def _sizes_of(fit: Fit, target: PlanTarget) -> list[str]:
@@ -284,7 +274,7 @@ def _rows(**texts: str) -> list[str]:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return a plan as plain values for `json.dumps`. Keys are stable; later versions may add keys."""
-    budget, best = plan.budget, None if plan.answer is None else plan.answer.best
+    budget, answer = plan.budget, plan.answer or Answer(best=None, tried=())
     return {
         "name": plan.name,
         "num_parameters": plan.num_parameters,
@@ -302,20 +292,24 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "baseline": _fit_as_json(plan.baseline),
         "bytes_by_purpose": dict(plan.bytes_by_purpose()),
-        "changes": [{"name": fit.name, "how": fit.how, **_fit_as_json(fit)} for fit in plan.changes],
-        "answer": None if best is None else _combination_as_json(best),
-        "tried": [] if plan.answer is None else [_combination_as_json(choice) for choice in plan.answer.tried],
+        "changes": [
+            {"name": fit.name, "how": fit.how, "same_step": fit.change.same_step, **_fit_as_json(fit)}
+            for fit in plan.changes
+        ],
+        "answer": None if answer.best is None else _combination_as_json(answer.best),
+        "alternative": None if answer.alternative is None else _combination_as_json(answer.alternative),
+        "tried": [_combination_as_json(choice) for choice in answer.tried],
         "notes": [*budget.notes, *plan.notes],
     }
 
 
 def _combination_as_json(combination: Combination) -> dict[str, Any]:
     return {
-        "changes": [change.name for change in combination.changes],
+        "changes": [change.name for change in combination.changes if change.strategy is None],
         "strategy": combination.strategy or None,
         "same_step": combination.same_step,
         "costs": {change.name: change.costs for change in combination.changes if change.costs},
-        "how": code_of(combination.changes, combination.strategy, combination.spec.strategy),
+        "how": code_of(combination.changes),
         "why_not": combination.why or None,
         **({} if combination.fit is None else _fit_as_json(combination.fit)),
     }
@@ -394,7 +388,8 @@ def make_plan(
     """
     start = time.perf_counter()
     # A CPU has no device limit for strategies to use.
-    spec = dataclasses.replace(spec, device_bytes=None if spec.profile == "cpu" else budget.total_bytes)
+    device_bytes = None if spec.profile == "cpu" else budget.total_bytes
+    spec = dataclasses.replace(spec, device_bytes=device_bytes, device=budget.device)
     ready, reason = built(spec)
     parameters = list(as_module(ready.trained.model).parameters())
     target = PlanTarget(
@@ -405,8 +400,7 @@ def make_plan(
         expandable_segments=expandable_segments,
     )
     envelopes = envelopes_of(ready, target)
-    for change in requested:
-        envelopes = envelopes if change.reshape is None else reshaped(envelopes, change)
+    envelopes = reshaped(envelopes, requested)
     baseline = fit_of(spec, envelopes, target)
     changes = propose(spec, envelopes, target, fits=baseline.fits) if proposals and not fit else []
     answer = find_combination(spec, target, may_change_precision=may_change_precision) if fit else None
@@ -421,7 +415,7 @@ def make_plan(
         target=target,
         batch=plan_batch(effective_batch_size, spec.world_size, split),
         baseline=baseline,
-        changes=tuple(best_first(changes)),
+        changes=tuple(best_first(changes, baseline)),
         requested=tuple(requested),
         answer=answer,
         notes=(

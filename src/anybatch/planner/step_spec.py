@@ -24,6 +24,7 @@ from anybatch.engine.user_code import Model
 from anybatch.errors import CannotPlanError
 from anybatch.parallel.strategy import Strategy
 from anybatch.planner.cuda_emulation import Profile
+from anybatch.planner.devices import Autocast, Device
 from anybatch.planner.fake_tensor_cache import ResultCache
 from anybatch.planner.torch_internals import checkpointed, without_subclasses
 
@@ -180,11 +181,17 @@ class StepSpec:
     strategy: str | Callable[[], Strategy] = "auto"  # name of a strategy of `Engine`, or a function () -> strategy
     world_size: int = 1
     device_bytes: int | None = None  # memory of each rank's device
+    device: Device | None = None  # the device, if it is known
     num_micro_batches: int = NUM_MICRO_BATCHES  # micro-batches of a rank in the traced steps
     input_samples: int | None = None  # number of samples whose inputs are in memory on a CPU
     called: Mapping[str, str] = field(default_factory=dict)  # name in this model -> name in the user's code, for hints
     profile: Profile = "cuda"  # device type whose allocations are planned, "cuda" or "cpu"
     cache: ResultCache = field(default_factory=ResultCache)  # results of operations on fake tensors
+
+    @property
+    def autocast(self) -> Autocast:
+        """The 16-bit format to propose: the device's, or bf16 for an unknown device."""
+        return "bf16" if self.device is None else self.device.autocast
 
     @property
     def trained(self) -> TrainSpec:

@@ -12,7 +12,7 @@ Source of the roofline: Williams, Waterman and Patterson 2009.
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -32,8 +32,8 @@ OperationKind = Literal[
 ]
 """Kind of work. A view moves no data; "other" moves bytes and computes little."""
 
-DtypeName = Literal["fp32", "bf16", "fp16"]
-"""Number formats of tensors in memory."""
+DtypeName = Literal["fp32", "tf32", "bf16", "fp16"]
+"""Number formats of an operation; "tf32" for products of float32 tensors in TF32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +127,11 @@ class CostLine:
         part = (micro_batch_size - smaller) / (larger - smaller)
         pairs = zip(*(trace.operations for trace in self.traces), strict=True)
         return CostTrace(tuple(_interpolated(low, high, part) for low, high in pairs))
+
+    def mapped(self, change: Callable[[Operation], Operation]) -> "CostLine":
+        """Return the costs with changed operations."""
+        low, high = (CostTrace(tuple(map(change, trace.operations))) for trace in self.traces)
+        return CostLine((low, high), self.traced)
 
 
 def fit_costs(trace_a: CostTrace, size_a: int, trace_b: CostTrace, size_b: int) -> CostLine:

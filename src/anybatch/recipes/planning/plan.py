@@ -128,6 +128,7 @@ def plan(
         )
         raise UserError(message)
     on_cpu = isinstance(device, str) and device.startswith("cpu:")
+    budget = budget_of(device, world_size=world_size, headroom=headroom)
     spec = StepSpec(
         train=partial(_with_settings, subject.train, size, precision),
         sample=subject.sample,
@@ -136,6 +137,7 @@ def plan(
         # On a CPU the user's whole batch is in the planned memory; an accelerator receives one micro-batch at a time.
         input_samples=ceil_div(size, world_size) if on_cpu and subject.makes_batches else None,
         called=subject.called,
+        device=budget.device,
         profile="cpu" if on_cpu else "cuda",
     )
     requested = []
@@ -144,7 +146,7 @@ def plan(
         spec = changed(spec, requested[-1:])
     found = make_plan(
         spec,
-        budget_of(device, world_size=world_size, headroom=headroom),
+        budget,
         size,
         name=subject.name,
         proposals=proposals,
