@@ -320,6 +320,18 @@ def test_a_declared_count(loop: str) -> None:
         assert relative_error(found, expected) < BOUND
 
 
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    ("name", "count"), [("BERT, tokens", ab.samples()), ("Llama", ab.tokens(shift=False)), ("wav2vec2, sum", None)]
+)
+def test_a_wrong_count(name: str, count: Any, loop: str) -> None:
+    """A `count=` of other items is refused before the first update, and so are sums."""
+    run = Run(HEADS[name])
+    with raises(LossError, "wrong_count" if count else "unknown_items"):
+        LOOPS[loop](run, run.windows(count=count))
+    assert not run.steps
+
+
 def test_several_losses_and_models() -> None:
     """Each loss of a micro-batch has its own items, and several models can share a loop or a window."""
     run = Run(HEADS["BERT, tokens"])

@@ -1,6 +1,7 @@
 """The items that a loss averages over are read from its autograd graph."""
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from torch import Tensor
 
 import anybatch as ab
 from anybatch.errors import LossError
-from anybatch.integrations.divisor import ItemCounter, divisor_of
-from tests.raising import raises
+from anybatch.integrations.divisor import NUM_PENDING, ItemCounter
+from tests.raising import raises, warns
 
 CLASSES, WIDTH = 5, 7
 Loss = Callable[[Tensor, Any], Tensor]
@@ -123,12 +124,109 @@ def test_items_that_only_the_loop_masks() -> None:
         counter.observe(loss, token_batch([4, 6]))
 
 
-def test_a_given_count_is_used() -> None:
-    """`count=` is not questioned."""
-    counter = ItemCounter(ab.tokens(shift=False))
-    counter.observe(torch.rand(3, requires_grad=True).sum(), token_batch([2]))
+def observed(counter: ItemCounter, loss: Loss, *batches: Any) -> ItemCounter:
+    """Let the counter observe a loss of each batch."""
+    for batch in batches:
+        counter.observe(loss(torch.randn(*batch["labels"].shape, CLASSES, requires_grad=True), batch), batch)
+    return counter
 
-    assert int(counter(token_batch([3, 6]))) == 9
+
+RAGGED, EQUAL, SHORT = token_batch([3, 6, 4]), token_batch([5, 5, 5]), token_batch([2, 5, 5, 1])
+COUNTS: dict[str, Any] = {"tokens": ab.tokens(shift=False), "shifted tokens": ab.tokens(), "samples": ab.samples()}
+
+
+@pytest.mark.parametrize("declared", COUNTS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_declared_count_is_compared(name: str, declared: str) -> None:
+    """A wrong `count=` is refused in the first micro-batch in which it shows; a right one is used."""
+    loss, items = LOSSES[name]
+    is_plain = name == "over samples"  # a mean over elements has one over samples of the same number
+    counter = observed(ItemCounter(COUNTS[declared]), loss, EQUAL, EQUAL)
+    if declared == items or (is_plain and declared == "samples"):
+        assert int(observed(counter, loss, RAGGED, SHORT)(RAGGED)) == int(ItemCounter(COUNTS[declared])(RAGGED))
+        return
+    with raises(LossError, "wrong_count"):
+        observed(counter, loss, RAGGED, SHORT)
+
+
+def test_declared_counts_without_false_alarms() -> None:
+    """Single samples, means of the means of samples, factors, rounding, and losses that cannot be read are accepted."""
+    counts, batches = COUNTS, [token_batch([length]) for length in (3, 5)]
+    observed(ItemCounter(counts["samples"]), over_tokens, *batches)
+    observed(ItemCounter(lambda batch: 0.5 * len(batch["labels"])), LOSSES["over samples"][0], EQUAL, RAGGED)
+    observed(ItemCounter(counts["samples"]), lambda scores, _: scores.square().mean(), EQUAL, RAGGED)
+    with warns("loss_not_checked"):
+        observed(ItemCounter(counts["samples"]), lambda scores, _: scores.logsumexp((0, 1, 2)), EQUAL, RAGGED)
+
+    def by_sample(scores: Tensor, batch: Any) -> Tensor:
+        rows = [F.cross_entropy(*row) for row in zip(scores, batch["labels"], strict=True)]
+        return torch.as_tensor(sum(rows) / len(rows))
+
+    observed(ItemCounter(counts["samples"]), by_sample, EQUAL, RAGGED)
+    long = token_batch([700, 401])  # more targets than bf16 can count
+    observed(ItemCounter(counts["tokens"]), lambda scores, batch: over_tokens(scores.bfloat16(), batch), RAGGED, long)
+    weights = torch.rand(CLASSES)
+
+    def weighted(scores: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten(), weights)
+
+    observed(ItemCounter(lambda batch: weights[batch["labels"].clamp(min=0)].sum()), weighted, EQUAL, EQUAL)
+
+
+@pytest.mark.parametrize("reduction", ["all", "none"])
+def test_a_declared_count_of_a_sum(reduction: str) -> None:
+    """A sum that is not divided has no items."""
+
+    def summed(scores: Tensor, batch: Any) -> Tensor:
+        if reduction == "all":
+            return F.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+        return F.mse_loss(scores, torch.zeros_like(scores), reduction="none").sum()
+
+    with raises(LossError, "wrong_count"):
+        observed(ItemCounter(COUNTS["tokens"]), summed, RAGGED)
+
+
+def test_numbers_of_an_accelerator() -> None:
+    """The loop does not wait for an accelerator: its numbers are compared later, at the latest when it ends."""
+    counter = ItemCounter(COUNTS["samples"])
+    batches = [EQUAL, EQUAL, RAGGED, *[EQUAL] * NUM_PENDING]
+
+    def observe(number: int) -> None:
+        loss = over_tokens(torch.randn(*batches[number]["labels"].shape, CLASSES, requires_grad=True), batches[number])
+        on_device = SimpleNamespace(grad_fn=loss.grad_fn, output_nr=0, device=torch.device("cuda"))
+        counter.observe(on_device, batches[number])  # type: ignore[arg-type]
+
+    for number in range(NUM_PENDING):
+        observe(number)
+    with raises(LossError, "wrong_count"):
+        observe(NUM_PENDING)
+    observe(2)
+    with raises(LossError, "wrong_count"):
+        counter.settle()
+
+
+def test_masks_that_occur_late() -> None:
+    """A loss whose mask has been without effect at first is refused, with the count that fits."""
+
+    def masked(batch: Any, num: int = 0) -> Any:
+        mask = torch.ones(len(batch["labels"]), 4)
+        mask[:num, num:] = 0
+        return {"labels": batch["labels"][:, 0], "observed_mask": mask}
+
+    def loss(batch: Any) -> Tensor:
+        scores = torch.randn(batch["observed_mask"].shape, requires_grad=True)
+        return torch.as_tensor((scores * batch["observed_mask"]).mean() / batch["observed_mask"].mean())
+
+    counter = ItemCounter(None)
+    for number in range(NUM_PENDING):
+        batch = masked((EQUAL, RAGGED)[number % 2])
+        counter.observe(loss(batch), batch)
+    batch = masked(RAGGED, 2)
+
+    assert counter.items == "samples"
+    with raises(LossError, "unknown_items") as caught:
+        counter.observe(loss(batch), batch)
+    assert "batch['observed_mask'].sum()" in str(caught.value)
 
 
 def test_refusals() -> None:
@@ -149,6 +247,7 @@ def test_refusals() -> None:
             ItemCounter(None).observe(loss, batch)
     vectors = torch.randn(4, WIDTH, requires_grad=True)
     with raises(LossError, "compares_samples"):
-        divisor_of(F.cross_entropy(vectors @ vectors.T, torch.arange(4)), (vectors,))
-    numbered = torch.arange(4)  # labels that happen to be numbered
-    assert divisor_of(F.cross_entropy(vectors, numbered), (vectors, numbered)) == 4
+        ItemCounter(None).observe(F.cross_entropy(vectors @ vectors.T, torch.arange(4)), (vectors,))
+    counter, numbered = ItemCounter(None), torch.arange(4)  # labels that happen to be numbered
+    counter.observe(F.cross_entropy(vectors, numbered), (vectors, numbered))
+    assert counter.items == "samples"

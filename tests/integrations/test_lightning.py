@@ -371,6 +371,17 @@ def test_a_declared_count() -> None:
     assert max(module.errors) < BOUND
 
 
+@pytest.mark.parametrize(("loss", "count"), [("tokens", ab.samples()), ("samples", ab.tokens(shift=False))])
+def test_a_wrong_count(loss: str, count: Any) -> None:
+    """A `count=` of other items is refused before the first update."""
+    module = Module(loss)
+    before = module.weights()
+
+    with raises(LossError, "wrong_count"):
+        fit(module, count=count)
+    assert torch.equal(module.weights(), before)
+
+
 class Skipping(Module):
     """A module that returns no loss after some calls."""
 

@@ -2,7 +2,8 @@
 
 import copy
 import inspect
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from anybatch.core.tensors import relative_error
 from anybatch.errors import LossError, UserError
 from anybatch.testing import run_ranks
 from tests.integrations.heads import HEADS, WIDTH, Head, Sample, classified, collate, hf, question
-from tests.integrations.trainer_runs import Gradients, Run, join_ranks
+from tests.integrations.trainer_runs import NUM_SAMPLES, Gradients, Run, join_ranks
 from tests.raising import raises, warns
 
 pytest.importorskip("accelerate", reason="needs the extra anybatch[transformers]")
@@ -137,14 +138,16 @@ def test_options_of_the_trainer(options: dict[str, Any], tmp_path: Path) -> None
 def test_the_probe_leaves_no_trace(tmp_path: Path) -> None:
     """Random numbers, the training mode and gradients are as before the probe, so dropout is as without it."""
 
+    def without_first(generator: torch.Generator, length: int) -> Sample:
+        sample = HEADS["GPT-2"].sample(generator, length)
+        return {**sample, "labels": torch.cat([torch.tensor([-100]), sample["labels"][1:]])}
+
     def trained(*, exact: bool) -> tuple[torch.Tensor, Gradients]:
         torch.manual_seed(1)
         config = hf.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=64)
-        run = Run(
-            Head(lambda: hf.GPT2LMHeadModel(config), HEADS["GPT-2"].sample), tmp_path, gradient_accumulation_steps=1
-        )
+        run = Run(Head(lambda: hf.GPT2LMHeadModel(config), without_first), tmp_path, gradient_accumulation_steps=1)
         if exact:
-            ab.exact(run.trainer, count=ab.tokens(shift=False))  # as the Trainer counts
+            ab.exact(run.trainer, count=ab.tokens(shift=False))  # as the Trainer counts; first tokens are no targets
         run.trainer.train()
         return torch.get_rng_state(), run.steps[-1]
 
@@ -259,6 +262,120 @@ def test_a_declared_count(scale: float, tmp_path: Path) -> None:
         return weighted(model(**inputs), batch["labels"])
 
     assert run.worst_error(loss) < BOUND
+
+
+def late(head: Head, change: Callable[[Sample], Sample], first: int = 20) -> Head:
+    """Return a head whose samples are changed, but not those of about the last steps."""
+    numbers = itertools.count()
+
+    def make(generator: torch.Generator, _: int) -> Sample:
+        sample = head.sample(generator, 8)
+        return sample if next(numbers) % NUM_SAMPLES >= first else change(sample)
+
+    return Head(head.model, make)
+
+
+WRONG_COUNTS: dict[str, tuple[Head, Any, int]] = {
+    "tokens, not shifted": (HEADS["Llama"], ab.tokens(shift=False), 0),
+    "samples, not shifted tokens": (HEADS["Llama"], ab.samples(), 0),
+    "tokens, not samples": (HEADS["ViT"], lambda batch: batch["labels"].sum() + 1, 0),
+    "samples, not tokens": (HEADS["BERT, tokens"], ab.samples(), 0),
+    "samples, not a sum": (HEADS["wav2vec2, sum"], ab.samples(), 0),
+    "padding, not samples": (HEADS["BERT, classes"], lambda batch: batch["input_ids"].numel(), 0),
+    "samples, not tokens, late": (
+        late(HEADS["BERT, tokens"], lambda sample: {**sample, "labels": sample["labels"].clamp(min=0)}),
+        ab.samples(),
+        1,
+    ),
+    "tokens, not shifted, late": (
+        late(
+            HEADS["Llama"], lambda sample: {**sample, "labels": torch.cat([torch.tensor([-100]), sample["labels"][1:]])}
+        ),
+        ab.tokens(shift=False),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"effective_batch_size": 12}], ids=str)
+@pytest.mark.parametrize("name", WRONG_COUNTS)
+def test_a_wrong_count(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """A `count=` of other items is refused before the update of the first step in which it shows."""
+    head, count, num_steps = WRONG_COUNTS[name]
+    run = Run(head, tmp_path, train_sampling_strategy="sequential")
+
+    with raises(LossError, "wrong_count"):
+        ab.exact(run.trainer, count=count, **options).train()
+    assert len(run.steps) == num_steps
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["Llama", "BERT, tokens", "BERT, classes"])
+def test_right_counts(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """The items that the probe finds are accepted as `count=`, also where losses are rounded, and of single samples."""
+    items, _, _ = EXPECTED[name]
+    counts = {"samples": ab.samples(), "tokens": ab.tokens(shift=False), "shifted tokens": ab.tokens()}
+    head = HEADS[name]
+    for size in (1, 3):
+        run = Run(Head(lambda: head.model().to(dtype), head.sample), tmp_path, per_device_train_batch_size=size)
+        run.model.to(dtype)
+        ab.exact(run.trainer, count=counts[items]).train()
+        assert dtype == torch.bfloat16 or run.worst_error() < BOUND
+
+
+def forecast(generator: torch.Generator, length: int) -> Sample:
+    """Return a past and a future, of which some values are missing in longer samples."""
+    past, future = torch.randn(10, generator=generator).double(), torch.randn(4, generator=generator).double()
+    observed = torch.ones(4).double()
+    observed[: length % 4] = 0
+    return {
+        "past_values": past,
+        "past_time_features": torch.linspace(0, 1, 10).double()[:, None],
+        "past_observed_mask": torch.ones(10).double(),
+        "future_values": future,
+        "future_time_features": torch.linspace(1, 2, 4).double()[:, None],
+        "future_observed_mask": observed,
+    }
+
+
+def forecaster() -> nn.Module:
+    """Return a model of time series, whose loss is a mean over observed values."""
+    sizes: dict[str, Any] = {
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "d_model": 16,
+    }
+    sizes |= {"prediction_length": 4, "context_length": 8, "num_time_features": 1, "lags_sequence": [1, 2]}
+    rates = dict.fromkeys(
+        ["dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop", "decoder_layerdrop"], 0.0
+    )
+    config = hf.TimeSeriesTransformerConfig(**sizes, **rates)
+    return hf.TimeSeriesTransformerForPrediction(config)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("options", [{}, {"effective_batch_size": 12}], ids=str)
+def test_masks_that_occur_late(options: dict[str, Any], tmp_path: Path) -> None:
+    """A loss over observed values, of which the first samples have all, is exact or refused in later steps."""
+
+    def seen(sample: Sample) -> Sample:
+        return {**sample, "future_observed_mask": torch.ones(4).double()}
+
+    numbers = itertools.count()
+
+    def late_masks(generator: torch.Generator, length: int) -> Sample:
+        sample = forecast(generator, length)
+        return sample if next(numbers) % NUM_SAMPLES >= 12 else seen(sample)
+
+    run = Run(Head(forecaster, late_masks), tmp_path, train_sampling_strategy="sequential")
+    with raises(LossError, "unknown_items"):
+        ab.exact(run.trainer, **options).train()
+    assert len(run.steps) == 1
+
+    run = Run(Head(forecaster, late_masks), tmp_path, train_sampling_strategy="sequential")
+    ab.exact(run.trainer, count=lambda batch: batch["future_observed_mask"].sum(), **options).train()
+    assert run.worst_error(windows=run.effective_batches(12, shuffle=False)) < BOUND
 
 
 def router(**options: Any) -> Head:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from anybatch.core.batch import Position
 from anybatch.core.geometry import checked_int
@@ -147,3 +147,16 @@ def pins_memory(pin_memory: bool | None) -> bool:  # noqa: FBT001 (the user's ar
         )
         raise DataError(message, code="nothing_to_pin_for")
     return possible if pin_memory is None else pin_memory
+
+
+def batch_samplers(loader: DataLoader[Any]) -> list[Any]:
+    """Return the batch sampler of a loader, and those inside it: Accelerate wraps them for each rank."""
+    found: list[Any] = [loader.batch_sampler]
+    while hasattr(found[-1], "batch_sampler"):
+        found.append(found[-1].batch_sampler)
+    return found
+
+
+def upper_limit(loader: DataLoader[Any]) -> Any:  # noqa: ANN401 (of any sampler)
+    """Return a loader's batch size, which is the maximum size of a micro-batch."""
+    return getattr(batch_samplers(loader)[-1], "batch_size", 1)

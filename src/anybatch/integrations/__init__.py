@@ -26,8 +26,7 @@ def exact(trainer: Any = None, *, effective_batch_size: int | None = None, count
     """Make every optimizer step of a trainer use the gradient of all its micro-batches as one batch.
 
     Supported: transformers' `Trainer` and its subclasses, such as TRL's `SFTTrainer`. The trainer keeps its data, loop,
-    arguments, logs and checkpoints. Only the factor of each micro-batch's loss changes: with accumulation, padding,
-    masked tokens or several ranks, the trainer's own factor is wrong for many models.
+    arguments, logs and checkpoints; only the factor of each micro-batch's loss changes.
 
         trainer = ab.exact(Trainer(model, args, train_dataset=data), effective_batch_size=512)
         trainer.train()
@@ -38,28 +37,23 @@ def exact(trainer: Any = None, *, effective_batch_size: int | None = None, count
     ranks repeat the step with half the size. `gradient_accumulation_steps` becomes 1, and callbacks' `on_substep_end`
     is not called. The order of samples depends on `data_seed` (or `seed`), so a run resumes on any number of ranks.
 
-    For Lightning, `ab.exact(effective_batch_size=512)` returns a callback, see `anybatch.integrations.lightning`:
-
-        L.Trainer(callbacks=[ab.exact(effective_batch_size=512)]).fit(module, loader)
+    For Lightning: `L.Trainer(callbacks=[ab.exact(effective_batch_size=512)])`.
 
     The first step calls the model on a few samples, without training it, to find out which items its loss averages
-    over, and whether it divides by `num_items_in_batch`. It prints the result, and what the trainer would have done.
-    With dropout, the gradient is that of the same split: other splits draw other random numbers.
+    over, or to check `count`, and prints the result. All later micro-batches are compared with it, as far as their
+    autograd graphs show a divisor. With dropout, other splits draw other random numbers.
 
     Args:
-        trainer: the trainer, before `train()`. It is changed in place. None returns a callback for Lightning.
+        trainer: the trainer, before `train()`. It is changed in place, and returned. None returns a callback.
         effective_batch_size: samples of a step over all ranks; None keeps a `Trainer`'s batches and accumulation.
         count: the items that the loss averages over, where they cannot be found out: `ab.tokens(shift=False)`,
             `ab.samples()`, or a function of a micro-batch that returns their number.
 
-    Returns:
-        The same trainer, or the callback.
-
     Raises:
         UserError: the trainer's library is not supported, or one of its options makes an exact step impossible.
-        LossError: in the first step, if the loss is no sum or mean over items that can be counted.
-        DataError: in `train()`, if `effective_batch_size` is given for an iterable data set or a custom batch sampler,
-            or if the loader drops all samples.
+        LossError: in the first step, if the loss is no sum or mean over items that can be counted, or not over those
+            of `count`; in later steps, if this shows only there.
+        DataError: in `train()`, for an iterable data set, a custom batch sampler, or a loader that drops all samples.
         DoesNotFitError: in `train()`, if a single sample does not fit into memory.
     """
     if trainer is None:

@@ -1,7 +1,6 @@
 """Effective batches in a script of Accelerate: `ab.windows(accelerator, loader, effective_batch_size=...)`.
 
-The script keeps its model, loss, optimizer, scheduler and its calls of the accelerator. A window is one effective
-batch. `accelerator.sync_gradients` is True only for its last micro-batch, so the optimizer and the scheduler act once.
+A window is one effective batch. `accelerator.sync_gradients` is True only for its last micro-batch.
 Private name: `_schedulers`; methods that are replaced: decision 0086.
 """
 
@@ -11,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +21,7 @@ from torch.utils.data import DataLoader
 from anybatch.core.geometry import ceil_div, checked_int
 from anybatch.core.torch_internals import num_changes, uncompiled
 from anybatch.core.tree import tensors_of
+from anybatch.data.options import batch_samplers, upper_limit
 from anybatch.errors import UserError, warn_user
 from anybatch.integrations import loops
 from anybatch.integrations.divisor import ItemCounter, StepItems
@@ -33,28 +32,26 @@ NUM_CHECKED_WINDOWS = 2
 HALVED = "_anybatch_micro_batch_size"
 """Attribute of the script's loader: the micro-batch size after an out-of-memory error, for later epochs."""
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
-WRONG_LOOPS = MappingProxyType(
-    {
-        "scale_outside": "window.scale() belongs into a loop over window.micro_batches(model)",
-        "other_micro_batch": "no tensor of the batch given to window.scale() has as many rows as this micro-batch: "
-        "pass the current micro-batch, and filter samples in the data set",
-        "accumulate_inside": "the loop has changed accelerator.sync_gradients, so the optimizer would act too early: "
-        "remove accelerator.accumulate()",
-        "scaled_twice": "window.scale() has scaled this loss before, and would count it twice: keep its result",
-        "not_scaled": "a micro-batch ended without window.scale(), so its loss has a wrong weight: call "
-        "accelerator.backward(window.scale(loss, batch)) in every micro-batch",
-        "incomplete_window": "the loop left window.micro_batches() before the last micro-batch, so the gradient is "
-        "incomplete: leave it only if accelerator.sync_gradients is True",
-        "unprepared_model": "the model's gradients would not be reduced over ranks: pass the model that "
-        "accelerator.prepare() returned",
-        "leftover_gradients": "the model has gradients before the first backward of the window, and both would be "
-        "added: call optimizer.zero_grad() after optimizer.step()",
-        "updated_within_window": "parameters have changed before the last micro-batch of the window: prepare the "
-        "optimizer, so that its step() acts on the last micro-batch only",
-        "cleared_gradients": "the gradients of a micro-batch were cleared or changed before the last one: call "
-        "accelerator.backward(), then step() and zero_grad() of the prepared optimizer, in this order",
-    }
-)
+WRONG_LOOPS: Mapping[str, str] = {
+    "scale_outside": "window.scale() belongs into a loop over window.micro_batches(model)",
+    "other_micro_batch": "no tensor of the batch given to window.scale() has as many rows as this micro-batch: "
+    "pass the current micro-batch, and filter samples in the data set",
+    "accumulate_inside": "the loop has changed accelerator.sync_gradients, so the optimizer would act too early: "
+    "remove accelerator.accumulate()",
+    "scaled_twice": "window.scale() has scaled this loss before, and would count it twice: keep its result",
+    "not_scaled": "a micro-batch ended without window.scale(), so its loss has a wrong weight: call "
+    "accelerator.backward(window.scale(loss, batch)) in every micro-batch",
+    "incomplete_window": "the loop left window.micro_batches() before the last micro-batch, so the gradient is "
+    "incomplete: leave it only if accelerator.sync_gradients is True",
+    "unprepared_model": "the model's gradients would not be reduced over ranks: pass the model that "
+    "accelerator.prepare() returned",
+    "leftover_gradients": "the model has gradients before the first backward of the window, and both would be "
+    "added: call optimizer.zero_grad() after optimizer.step()",
+    "updated_within_window": "parameters have changed before the last micro-batch of the window: prepare the "
+    "optimizer, so that its step() acts on the last micro-batch only",
+    "cleared_gradients": "the gradients of a micro-batch were cleared or changed before the last one: call "
+    "accelerator.backward(), then step() and zero_grad() of the prepared optimizer, in this order",
+}
 
 
 def windows(
@@ -80,16 +77,14 @@ def windows(
             loss = window.backward(lambda batch: loss_function(model, batch), model)  # repeated after out of memory
             optimizer.step(); scheduler.step(); optimizer.zero_grad()
 
-    The accelerator must have prepared model, optimizer and scheduler. While windows are iterated,
-    `gradient_accumulation_steps` is 1 and `clip_grad_norm_` acts on the last micro-batch only. From the first window
-    on, prepared schedulers step once per optimizer step on any number of ranks (`split_batches`).
+    The accelerator must have prepared model, optimizer and scheduler. In windows, `gradient_accumulation_steps` is 1,
+    clipping acts on the last micro-batch only, and prepared schedulers step once per optimizer step (`split_batches`).
 
     Args:
         accelerator: the Accelerator.
         loader: the loader, before or after `accelerator.prepare`. Its batch size is the maximum size of a micro-batch.
         effective_batch_size: samples of an optimizer step, over all ranks.
-        count: the items that the loss averages over, if the loss does not show them: `ab.samples()`,
-            `ab.tokens(shift=False)`, or a function that returns their number in a micro-batch of the loader.
+        count: the items that the loss averages over, if the loss does not show them, as for `ab.exact`.
         epoch: number of the epoch; with the seed, it decides the order of samples.
         seed: seed of the order, and of the random numbers with which samples are loaded.
         start: windows to skip at the beginning of the epoch, to resume from a checkpoint.
@@ -97,11 +92,10 @@ def windows(
     Raises:
         UserError: an option makes exact steps impossible; later, if the loop uses a window in a wrong way.
         DataError: the data set is iterable, or the loader has a custom batch sampler.
-        LossError: in the first windows, if the loss does not show which items it averages over.
-        DoesNotFitError: in `window.backward`, if a single sample does not fit into memory.
+        LossError: the loss does not show which items it averages over, or shows others than `count`.
     """
     _refuse_types(accelerator, loader)
-    ranks, size = accelerator.num_processes, loops.upper_limit(loader)
+    ranks, size = accelerator.num_processes, upper_limit(loader)
     size = vars(loader).get(HALVED, ceil_div(size, ranks) if accelerator.split_batches else size)
     shares = share_loader(loader, effective_batch_size, size, World(accelerator.process_index, ranks), seed=seed)
     _refuse_options(accelerator, loader)  # after the data set, which decides how the loader is prepared
@@ -143,6 +137,8 @@ class Windows:
                     window = Window(self, data.at_current_size(share), is_early=number < NUM_CHECKED_WINDOWS)  # type: ignore[attr-defined]
                     yield window
                     window.check_finished()
+                for counter in self.counters.values():
+                    counter.settle()
         finally:
             for step in self._steps.values():
                 step.close()
@@ -186,10 +182,7 @@ class Window:
         """Yield the micro-batches, on the accelerator's device.
 
         Ranks have the same number of micro-batches. A rank with fewer samples repeats one, whose loss counts 0 times.
-
-        Args:
-            model: the prepared model, whose gradients are reduced in the last micro-batch.
-            *others: further models that the same loop trains.
+        The gradients of the prepared model, and of others that the loop trains, are reduced in the last micro-batch.
         """
         models = (model, *others)
         self._begin(models)
@@ -206,11 +199,9 @@ class Window:
                 self._guard.end_micro_batch()
 
     def scale(self, loss: Tensor, batch: Any) -> Tensor:
-        """Return a micro-batch's part in the loss of the effective batch, for `accelerator.backward`.
+        """Return the part of a micro-batch's loss, a mean over items, in that of the effective batch.
 
-        Args:
-            loss: the loss of the micro-batch, a mean over items.
-            batch: the micro-batch; its fields may have been changed, but not its samples.
+        Fields of the micro-batch may have been changed, but not its samples.
         """
         current = self._current
         if current is None:
@@ -233,15 +224,9 @@ class Window:
     def backward(self, loss_function: Callable[[Any], Tensor], model: nn.Module) -> Tensor:
         """Run all micro-batches, reduce the gradient once, and return the loss of the effective batch over all ranks.
 
-        After an out-of-memory error on any rank, all ranks repeat the window with micro-batches of half the size.
-
-        Args:
-            loss_function: called with a micro-batch on the accelerator's device; returns its loss, a mean over items.
-            model: the prepared model that the function trains.
-
-        Raises:
-            DoesNotFitError: a single sample does not fit into memory.
-            CannotRedoError: an FSDP model on several ranks ran out of memory.
+        The function is called with micro-batches on the accelerator's device, and returns a mean over items. After an
+        out-of-memory error on any rank, all ranks repeat the window with micro-batches of half the size, unless a
+        single sample does not fit (DoesNotFitError), or FSDP's ranks wait for each other (CannotRedoError).
         """
         self._begin((model,))
         step = self._owner.step_of(model)
@@ -385,6 +370,6 @@ def _refuse_options(accelerator: Any, loader: Any) -> None:
         "dispatch_batches": "every rank loads its own samples: set dispatch_batches=False"
         * bool(accelerator.dispatch_batches or is_dispatched),
         "skipped_batches": "the loader skips batches, not windows: pass the original loader, and start="
-        * any(getattr(wrapper, "skip_batches", 0) for wrapper in [loader, *loops.batch_samplers(loader)]),
+        * any(getattr(wrapper, "skip_batches", 0) for wrapper in [loader, *batch_samplers(loader)]),
     }
     loops.refuse("ab.windows", reasons)

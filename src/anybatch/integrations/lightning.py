@@ -1,8 +1,7 @@
 """Lightning: a callback for its `Trainer`, after which each batch of the fit loop is one effective batch.
 
 The callback replaces two methods of the fit loop: one that returns the training loader, and one that makes the closure
-of the optimizer, which now runs all micro-batches. Lightning keeps the loop, optimizer, clipping, precision,
-schedulers, logs, validation and checkpoints, and the user's module is not changed.
+of the optimizer, which now runs all micro-batches. The user's module is not changed.
 Private names (decision 0087): `_data_source`, `_make_closure`, `_training_step`, `_make_zero_grad_fn`,
 `_make_backward_fn`, `_on_before_batch_transfer`, `_results`, `_update_count`, `_computed`.
 """
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from anybatch.core.geometry import checked_int
+from anybatch.data.options import upper_limit
 from anybatch.errors import BatchSizeError, DataError, LossError, UserError
 from anybatch.integrations import loops
 from anybatch.integrations.divisor import ItemCounter, StepItems
@@ -30,12 +30,7 @@ VERSIONS = ("2.5.", "2.6.")
 
 
 class ExactSteps(pl.Callback):  # type: ignore[misc]
-    """Makes each batch of the fit loop an effective batch; the loader's batch size is that of micro-batches, at most.
-
-    Args:
-        effective_batch_size: samples of a step, over all ranks.
-        count: the items over which the loss averages, or None to find them.
-    """
+    """Makes each batch of the fit loop an effective batch; the loader's batch size limits that of micro-batches."""
 
     def __init__(self, effective_batch_size: int, count: Count) -> None:
         if not pl.__version__.startswith(VERSIONS):
@@ -65,6 +60,7 @@ class ExactSteps(pl.Callback):  # type: ignore[misc]
         self._host_step = HostStep(strategy.model, strategy.root_device, no_sync)
         steps = _Steps(self, trainer, pl_module, self._host_step)
         steps.automatic._make_closure = steps.make_closure  # noqa: SLF001
+        self.on_train_end = lambda *_: steps.counter.settle()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin an epoch after a complete one; with `max_steps`, Lightning would resume the complete one instead."""
@@ -121,7 +117,7 @@ class _Loader:
 
     def build(self) -> None:
         """Create the loader of shares, and once more when a checkpoint has set the seed."""
-        size, options = loops.upper_limit(self._user_loader), self._callback
+        size, options = upper_limit(self._user_loader), self._callback
         world = World(self._trainer.global_rank, self._trainer.world_size)
         self._loader = share_loader(self._user_loader, options.effective_batch_size, size, world, seed=options.seed)
         self.shares: Any = self._loader.dataset

@@ -1,7 +1,6 @@
 """Effective batches in the loop of another library: a DataLoader of them, and the step of one.
 
-Each item of the loader is this rank's share, in micro-batches. The host (a trainer) owns the model wrapper, optimizer,
-clipping and loop. A step reduces gradients once, and is repeated after an out-of-memory error.
+The host (a trainer) owns the model wrapper, optimizer, clipping and loop. A step reduces gradients once.
 """
 
 import copy
@@ -22,7 +21,7 @@ from anybatch.core.splitting import SplitOptions, plan_batch
 from anybatch.core.torch_internals import BufferKeeper
 from anybatch.data.indexed import sample_order, sampled_order
 from anybatch.data.loading import UnitKey, UnitLoader
-from anybatch.data.options import check_sampler_order
+from anybatch.data.options import batch_samplers, check_sampler_order
 from anybatch.data.random_state import HostDraws
 from anybatch.engine.micro_batch_size.oom_retry import free_cached_memory, release_frames
 from anybatch.engine.updater import StepState
@@ -31,6 +30,7 @@ from anybatch.norms.layers import batch_norms
 
 Count = Term | Callable[[Any], Any] | None
 """What the adapters take as `count=`: a term, or a function of a micro-batch that returns its number of items."""
+KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "persistent_workers")
 SHUFFLED = ("RandomSampler", "SeedableRandomSampler")  # torch's, and the one by which Accelerate replaces it
 OTHER_RANK_FAILED = "another rank ran out of memory"
 NoSync = Callable[[], AbstractContextManager[Any]]
@@ -102,10 +102,7 @@ class Shares(torch.utils.data.Dataset[Any]):
 
 
 class EffectiveBatchSampler:
-    """Yields the sample ids of each effective batch of an epoch; they do not depend on the number of ranks.
-
-    Shuffled and sequential order are ours; those of other samplers are drawn from the host's sampler.
-    """
+    """Yields the sample ids of each effective batch of an epoch, in an order that does not depend on the ranks."""
 
     def __init__(
         self, num_samples: int, effective_batch_size: int, *, seed: int, sampler: Any, drop_last: bool = False
@@ -151,11 +148,7 @@ def share_loader(
 ) -> ShareLoader:
     """Return a loader of effective batches with the data set, sampler, collate function and workers of another loader.
 
-    The seed is that of the sample order, and of each sample's augmentation.
-
-    Raises:
-        DataError: the data set is iterable or has no step, or the sampler cannot be used.
-        BatchSizeError: a size is not a whole number of at least 1.
+    The seed is that of the sample order, and of each sample's augmentation. Data without steps is a DataError.
     """
     checked_int("micro_batch_size", micro_batch_size, error=BatchSizeError)
     dataset: Any = loader.dataset
@@ -186,28 +179,10 @@ def share_loader(
         Shares(UnitLoader(dataset, loader.collate_fn, seed), micro_batch_size, world),
         batch_sampler=steps,  # type: ignore[arg-type]
         collate_fn=itself,
-        num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
+        **{name: getattr(loader, name) for name in KEPT},
         multiprocessing_context=loader.multiprocessing_context,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
         generator=torch.Generator(),  # seeds workers, for which each iteration would draw a global random number
     )
-
-
-def batch_samplers(loader: DataLoader[Any]) -> list[Any]:
-    """Return the batch sampler of a loader, and those inside it: Accelerate wraps them for each rank."""
-    found: list[Any] = [loader.batch_sampler]
-    while hasattr(found[-1], "batch_sampler"):
-        found.append(found[-1].batch_sampler)
-    return found
-
-
-def upper_limit(loader: DataLoader[Any]) -> Any:
-    """Return a loader's batch size, which is the maximum size of a micro-batch."""
-    return getattr(batch_samplers(loader)[-1], "batch_size", 1)
 
 
 def itself(value: Any, *_: Any, **__: Any) -> Any:
@@ -221,8 +196,7 @@ class OtherRankFailedError(Exception):
 
 def warn_batch_norms(model: nn.Module) -> None:
     """Warn if BatchNorm layers use the statistics of each micro-batch."""
-    training = [name for name, layer in batch_norms(model).items() if layer.training]
-    if training:
+    if training := [name for name, layer in batch_norms(model).items() if layer.training]:
         message = (
             f"{len(training)} BatchNorm layers (first {training[0]!r}) use the statistics of each micro-batch, "
             "not of the effective batch. Use GroupNorm, or ab.Engine(norms='exact') in a loop of your own."
@@ -231,10 +205,9 @@ def warn_batch_norms(model: nn.Module) -> None:
 
 
 class HostStep:
-    """Runs the micro-batches of one effective batch after another.
+    """Runs the micro-batches of one effective batch, with the model that the host calls: a module, DDP or FSDP2.
 
-    The model is the one that the host calls: a module, DDP or a module after FSDP2's `fully_shard`. `no_sync` returns a
-    context in which a backward does not reduce gradients over ranks.
+    In the context that `no_sync` returns, a backward does not reduce gradients over ranks.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, no_sync: NoSync) -> None:
@@ -261,18 +234,10 @@ class HostStep:
     def run(self, share: Share, shares: Shares, run: RunMicroBatch, undo: Callable[[], None]) -> Tensor:
         """Accumulate the gradient of an effective batch, reduced once over ranks, and return the sum of the losses.
 
-        After an out-of-memory error on any rank, all ranks repeat the step with micro-batches of half the size.
-
-        Args:
-            share: this rank's share.
-            shares: the data set of the share.
-            run: runs forward and backward of a micro-batch with this weight; returns the loss whose gradient it added.
-            undo: called before the step is repeated; restores all that `run` has changed but gradients, buffers and
-                random numbers.
-
-        Raises:
-            DoesNotFitError: a single sample does not fit.
-            CannotRedoError: an FSDP model on several ranks ran out of memory.
+        After an out-of-memory error on any rank, all ranks repeat the step with micro-batches of half the size, unless
+        a single sample does not fit (DoesNotFitError), or the model is sharded over ranks (CannotRedoError).
+        `run` runs forward and backward of a micro-batch with a weight, and returns the loss whose gradient it added;
+        `undo` restores all that it has changed, but gradients, buffers and random numbers.
         """
         share = shares.at_current_size(share)
         begin_step(self.model)
@@ -340,21 +305,6 @@ class HostStep:
             raise OtherRankFailedError(OTHER_RANK_FAILED)
 
 
-class _ZeroOf(torch.autograd.Function):
-    """0 as a function of parameters, with gradients of zeros that take no memory."""
-
-    @staticmethod
-    def forward(context: Any, *parameters: Tensor) -> Tensor:
-        """Return 0."""
-        context.save_for_backward(*parameters)
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(context: Any, _: Tensor) -> tuple[Tensor, ...]:
-        """Return zeros for each parameter."""
-        return tuple(parameter.new_zeros(()).expand_as(parameter) for parameter in context.saved_tensors)
-
-
 class _Zeros(nn.Module):
     """Stands in for the module inside of DDP for one call; it contains the module, whose buffers DDP collects."""
 
@@ -363,9 +313,8 @@ class _Zeros(nn.Module):
         self.module = module
 
     def forward(self, parameters: list[Tensor]) -> Tensor:
-        """Return 0, as a function of the parameters."""
-        zero: Tensor = _ZeroOf.apply(*parameters)  # type: ignore[no-untyped-call]  # torch's
-        return zero
+        """Return 0, as a function of the parameters, with gradients of zeros that take no memory."""
+        return sum((parameter.sum() * 0.0 for parameter in parameters[1:]), parameters[0].sum() * 0.0)
 
 
 @contextmanager
@@ -391,10 +340,7 @@ def fsdp_no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def begin_step(model: nn.Module) -> None:
-    """Run the collectives of DDP's first forward in a step, which are the broadcast of buffers and new buckets.
-
-    In a forward of the user, a rank that ran out of memory before it would leave the other ranks waiting.
-    """
+    """Run the collectives of DDP's first forward, for which ranks would wait if one ran out of memory before it."""
     if isinstance(model, DistributedDataParallel):
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         with model.no_sync(), _zeros_inside(model):
@@ -402,10 +348,7 @@ def begin_step(model: nn.Module) -> None:
 
 
 def reduce_gradients(model: nn.Module) -> None:
-    """Reduce the accumulated gradients of a DDP model over ranks, once, by a backward of zeros through DDP.
-
-    DDP's buckets and communication hooks are used. Ranks without samples take part too.
-    """
+    """Reduce the gradients of a DDP model over all ranks, with its hooks, by a backward of zeros through DDP."""
     if not isinstance(model, DistributedDataParallel):
         return
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -1,8 +1,6 @@
 """Which items a loss averages over, found out by calling it without gradients.
 
-A trainer gives the loss of a model a divisor, `num_items_in_batch`. Some models divide by it, some ignore it and return
-a mean over their own items, and signatures do not tell which. So the loss is called on a few samples with different
-divisors, and on parts of them.
+It is called on a few samples with different divisors (`num_items_in_batch`), and on parts of them: decision 0085.
 """
 
 import math
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 
 from anybatch.core.loss import tokens
 from anybatch.core.loss_kinds import Term
+from anybatch.core.tree import tensors_of
 from anybatch.errors import LossError
 
 Batch = Mapping[str, Any]
@@ -32,6 +31,8 @@ DIVISOR = 2.0**16
 NUM_TRIALS = 3
 MAX_ROWS = 4
 IGNORED = -100
+DECLARED = "items counted by count="
+HELP = "count=ab.tokens(shift=False), count=ab.samples(), or a function that returns their number in a micro-batch"
 EPSILON = torch.finfo(torch.float32).eps
 ROUNDINGS = 16
 """Roundings in three losses, one of them divided by a difference."""
@@ -49,16 +50,22 @@ class Reduction:
     factor: float = 1.0  # by which the trainer multiplies a loss that divides: the number of ranks, or 1
 
     def __str__(self) -> str:
-        if self.items == "sum":
-            return "a sum that is not divided"
-        return (
-            f"a sum over {self.items}, divided by num_items_in_batch" if self.divides else f"a mean over {self.items}"
-        )
+        kind = f"sum over {self.items}, divided by num_items_in_batch" if self.divides else f"mean over {self.items}"
+        return "a sum that is not divided" if self.items == "sum" else f"a {kind}"
 
 
 def num_rows(batch: Batch) -> int:
-    """Return the length of the first tensor."""
-    return next(len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim())
+    """Return the length of the first tensor, or 0."""
+    return next((len(value) for value in tensors_of(batch) if value.dim()), 0)
+
+
+def rows_of(batch: Batch, numbers: list[int]) -> dict[str, Any]:
+    """Return some rows of a batch."""
+    length = num_rows(batch)
+    return {
+        key: value[numbers] if isinstance(value, Tensor) and value.dim() and len(value) == length else value
+        for key, value in batch.items()
+    }
 
 
 def counts_for(labels: str) -> Counts:
@@ -93,7 +100,7 @@ def divides(loss: Loss, batch: Batch) -> bool:
         return True
     message = (
         f"only a part of the loss is divided by num_items_in_batch: it is {one:.6g} for {DIVISOR:.0f} items and "
-        f"{half:.6g} for {2 * DIVISOR:.0f}. The auxiliary loss of a router, for example, is not a sum over items."
+        f"{half:.6g} for twice as many. The auxiliary loss of a router, for example, is not a sum over items."
     )
     raise LossError(message, code="partly_divided")
 
@@ -103,38 +110,46 @@ def find_reduction(
 ) -> Reduction:
     """Find out how a loss, in eval mode and without gradients, combines the items of two or more samples.
 
-    `collated` is for batches whose rows are not samples, such as pairs. If nothing was found, parameters of the module
-    are changed for a second try: all samples have the same loss where policy and reference start equal, as in DPO.
-
-    Raises:
-        LossError: the items could not be found out.
+    `collated` is for batches whose rows are not samples, such as pairs.
     """
-    counts = candidates(batch, labels)
-    if divides(loss, batch):
-        return _by_own_count(loss, list(_relabelled(batch, labels, num_classes)), counts)
-    of_rows = partial(_parts_of_rows, list(_relabelled(batch, labels, num_classes)))
-    of_samples = partial(_parts_of_samples, collated)
-    reason = ""
+    counts, relabelled = candidates(batch, labels), list(_relabelled(batch, labels, num_classes))
+    is_divided, reason = divides(loss, batch), ""
     # Rows first: a collate function that masks at random gives a sample other labels in every call.
-    for make in (of_rows, of_samples):
+    for make in (partial(_parts_of_rows, relabelled), partial(_parts_of_samples, collated)):
         try:
-            found = _by_parts(loss, make(), counts)
+            found = _by_own_count(loss, relabelled, counts) if is_divided else _by_parts(loss, make(), counts)
         except (ValueError, RuntimeError, IndexError) as error:  # the rows are no samples
             reason = f"the model fails on a part of a batch: {error}"
             continue
         if isinstance(found, Reduction):
             return found
         reason = found
-    if module is not None:
+    if module is not None and not is_divided:  # in DPO, all samples have the same loss at first
         with _varied(module):
             return find_reduction(loss, batch, labels, num_classes, collated, module=None)
     message = (
-        f"cannot find out which items the loss averages over: {reason}. If it is a mean over items, name them: "
-        "ab.exact(trainer, count=ab.tokens(shift=False)), ab.samples(), or a function that returns their number in a "
-        "micro-batch; with class weights: count=lambda batch: weights[batch['labels']].sum(). A loss that compares "
-        "samples cannot be made exact this way; for sentence-transformers there is anybatch.integrations.Joint."
+        f"cannot find out which items the loss averages over: {reason}. If it is a mean over items, name them: {HELP}; "
+        "with class weights, count=lambda batch: weights[batch['labels']].sum(). A loss that compares samples cannot "
+        "be made exact this way; for sentence-transformers there is anybatch.integrations.Joint."
     )
     raise LossError(message, code="unknown_items")
+
+
+def check_declared(loss: Loss, batch: Batch, count: Callable[[Any], Any], labels: str, ranks: int) -> Reduction:
+    """Return how a loss combines declared items, unless the batch, with its own labels, shows that it has others."""
+    counts = {DECLARED: count, **candidates(batch, labels)}
+    if is_divided := divides(loss, batch):
+        found = _by_own_count(loss, [batch], counts, factors=(1, ranks))
+    else:
+        found = _by_parts(loss, _parts_of_rows([batch] * NUM_TRIALS) if num_rows(batch) > 1 else [], counts)
+    if isinstance(found, Reduction) and found.items == DECLARED:
+        return found
+    if isinstance(found, str) and not is_divided:
+        return Reduction(divides=False, items=DECLARED)
+    held = ", ".join(f"{float(count(batch)):.6g} {name}" for name, count in counts.items())
+    reason = found if isinstance(found, str) else f"it is {found}, and the batch has {held}"
+    message = f"the loss does not average over the items counted by count=: {reason}. Declare others: {HELP}."
+    raise LossError(message, code="wrong_count")
 
 
 @contextmanager
@@ -152,27 +167,27 @@ def _varied(module: nn.Module) -> Iterator[None]:
             parameter.copy_(value)
 
 
-def _by_own_count(loss: Loss, batches: list[Batch], counts: Counts) -> Reduction:
-    """Compare the loss with and without a divisor: their ratio is the model's own number of items."""
-    rows, seen = [], []
+def _by_own_count(loss: Loss, batches: list[Batch], counts: Counts, factors: tuple[int, ...] = ()) -> Reduction | str:
+    """Compare the loss with and without a divisor: their ratio is the model's own number of items, times a factor."""
+    rows, seen, tolerance = [], [], 1e-4
     for batch in batches:
         try:
-            seen.append(DIVISOR * loss(batch, torch.tensor(DIVISOR)) / (loss(batch, None) or math.nan))
-        except TypeError as error:
-            message = "the loss needs num_items_in_batch: name the items that it counts: ab.exact(trainer, count=...)."
-            raise LossError(message, code="unknown_items") from error
+            mean = loss(batch, None) or math.nan
+        except TypeError:  # it needs the divisor
+            mean = math.nan
+        seen.append(DIVISOR * loss(batch, torch.tensor(DIVISOR)) / mean)
+        tolerance = 2.0**-7 if float(torch.tensor(mean, dtype=torch.bfloat16)) == mean else tolerance
         rows.append({name: float(count(batch)) for name, count in counts.items()})
+    if math.isnan(sum(seen)):
+        is_declared = DECLARED in counts
+        return Reduction(divides=True, items=DECLARED, factor=max(factors)) if is_declared else "it has no own divisor"
     for name in counts:
-        factors = [own / max(row[name], 1.0) for own, row in zip(seen, rows, strict=True)]
-        if math.isclose(min(factors), max(factors), rel_tol=1e-3) and math.isclose(
-            factors[0], round(factors[0]), rel_tol=1e-3
-        ):
-            return Reduction(divides=True, items=name, factor=float(round(factors[0])))
-    message = (
-        f"the loss divides by num_items_in_batch, and by {seen[0]:.6g} items without it, but the batch has "
-        f"{rows[0]}. Name the items that it averages over: ab.exact(trainer, count=...)."
-    )
-    raise LossError(message, code="unknown_items")
+        ratios = [own / (row[name] or 1.0) for own, row in zip(seen, rows, strict=True)]
+        factor = round(ratios[0])
+        is_fitting = all(math.isclose(ratio, factor, rel_tol=tolerance) for ratio in ratios)
+        if is_fitting and factor in (factors or (factor,)):
+            return Reduction(divides=True, items=name, factor=float(factor))
+    return f"it divides by num_items_in_batch, and by {seen[0]:.6g} items without it, but the batch has {rows[0]}"
 
 
 def _by_parts(loss: Loss, trials: list[Parts], counts: Counts) -> Reduction | str:
@@ -188,7 +203,8 @@ def _by_parts(loss: Loss, trials: list[Parts], counts: Counts) -> Reduction | st
         if error > UNCERTAIN and not is_sum:
             continue
         weight = (whole - rest) / (first - rest)
-        shares = {name: _share(float(count(parts[1])), float(count(parts[2]))) for name, count in counts.items()}
+        items = {name: (float(count(parts[1])), float(count(parts[2]))) for name, count in counts.items()}
+        shares = {name: number / (number + other or math.nan) for name, (number, other) in items.items()}
         possible = [name for name in possible if (is_sum if name == "sum" else abs(shares[name] - weight) <= error)]
         decided += 1
         reason = (
@@ -200,25 +216,12 @@ def _by_parts(loss: Loss, trials: list[Parts], counts: Counts) -> Reduction | st
     return f"a mean over {' and over '.join(possible)} would both fit" if decided and possible else reason
 
 
-def _share(first: float, rest: float) -> float:
-    return first / (first + rest) if first + rest else math.nan
-
-
 def _parts_of_rows(batches: Sequence[Batch]) -> list[Parts]:
     """Return each batch whole, its row of the batch's number, and the other rows; at most `MAX_ROWS` rows."""
-    length = num_rows(batches[0])
-    chosen = range(min(length, MAX_ROWS))
-
-    def rows(batch: Batch, numbers: list[int]) -> dict[str, Any]:
-        return {
-            key: value[numbers] if isinstance(value, Tensor) and value.dim() and len(value) == length else value
-            for key, value in batch.items()
-        }
-
-    parts: list[Parts] = []
+    chosen, parts = range(min(num_rows(batches[0]), MAX_ROWS)), list[Parts]()
     for number, batch in enumerate(batches):
         first, rest = [number % len(chosen)], [row for row in chosen if row != number % len(chosen)]
-        parts.append((rows(batch, first + rest), rows(batch, first), rows(batch, rest)))
+        parts.append((rows_of(batch, first + rest), rows_of(batch, first), rows_of(batch, rest)))
     return parts
 
 

@@ -30,17 +30,13 @@ class Joint(nn.Module):
 
     The gradient is that of one forward and backward of the samples of all ranks; only dropout draws other numbers. Set
     `per_device_train_batch_size` to the samples of a rank, without accumulation. Memory holds the graph of one
-    micro-batch, and each sample runs twice. `CachedMultipleNegativesRankingLoss` has the same gradient on one rank;
-    `Joint` takes any loss that uses only sentence embeddings, on any number of ranks. Evaluation is not changed.
+    micro-batch, and each sample runs twice. Any loss that uses only sentence embeddings is possible.
 
     Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021, section 3.
 
     Args:
         loss: a module that calls its `model` (or `sentence_embedder`) for the columns of the data.
         micro_batch_size: maximum samples of a forward and backward.
-
-    Raises:
-        UserError: the loss has no model, has a gradient cache or a guide model, or gathers embeddings.
     """
 
     uses_gradient_cache = True  # wrapping losses ask for it: the second pass runs in the backward

@@ -21,7 +21,7 @@ from anybatch.data.loading import UnitKey
 from anybatch.engine.evaluation import evaluation_mode
 from anybatch.errors import BatchSizeError, LossError, UserError
 from anybatch.integrations import loops, probe
-from anybatch.integrations.divisor import findings_of_ranks, num_items, total_items, weighted_mean
+from anybatch.integrations.divisor import ItemCounter, findings_of_ranks, num_items, total_items, weighted_mean
 from anybatch.integrations.loops import Count, HostStep, Share, ShareLoader, World, itself, share_loader
 from anybatch.integrations.probe import MAX_ROWS, Batch, Reduction
 
@@ -91,13 +91,19 @@ class _ExactLoss:
 
     def __init__(self, trainer: Any, count: Count) -> None:
         self._trainer = trainer
-        self._is_count_given, self._count = count is not None, probe.count_of(count)
+        self._declared = count
         self.host = {name: getattr(trainer, name) for name in self.replaced}
-        self._refuse = partial(_refuse_ignored_positions, is_count_given=self._is_count_given)
+        self._refuse = partial(_refuse_ignored_positions, is_count_given=count is not None)
         self._labels = (trainer.label_names or ["labels"])[0]
+        self._count = ItemCounter(count, self._labels)
         self._probed_model: Any = None
         self._reduction = Reduction(divides=False, items="samples")
         self._weight = 1.0
+        self._patterns = set[frozenset[str]]()
+        self._check_resumed: Callable[[Any], None] = lambda _: None
+        ends = {"on_train_begin": lambda *_, **__: self._check_resumed(trainer)}
+        ends["on_train_end"] = lambda *_, **__: self._count.settle()
+        trainer.add_callback(type("ExactSteps", (import_module("transformers").TrainerCallback,), ends))
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -114,8 +120,22 @@ class _ExactLoss:
         return window, total
 
     def _num_items(self, pairs: Sequence[tuple[Batch, float]], device: torch.device) -> Tensor:
-        self._refuse([batch for batch, weight in pairs if weight])
+        batches = [batch for batch, weight in pairs if weight]
+        self._refuse(batches)
+        if self._declared is not None and self._reduction.divides:
+            self._check_declared(batches)
         return total_items(self._count, pairs, device)
+
+    def _check_declared(self, batches: Sequence[Batch]) -> None:
+        """Compare `count=` with the divisor in batches where it equals other items, or differs, for the first time."""
+        for batch in batches:
+            counts = {name: float(count) for name, count in self._count.counts(batch).items()}
+            pattern = frozenset(name for name, count in counts.items() if count == counts[self._count.items])
+            if pattern in self._patterns or isinstance(self._trainer.model, FSDPModule):
+                continue
+            self._patterns.add(pattern)
+            for start in range(0, probe.num_rows(batch), MAX_ROWS):
+                self._probe(probe.rows_of(batch, list(range(probe.num_rows(batch)))[start : start + MAX_ROWS]))
 
     def _print(self, line: str) -> None:
         if self._trainer.is_world_process_zero():
@@ -132,7 +152,7 @@ class _ExactLoss:
         if num_items_in_batch is None or not model.training:
             return self.host["compute_loss"](model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         reduction, ranks = self._reduction, self._trainer.accelerator.num_processes * self._weight
-        items = num_items(self._count, inputs, num_items_in_batch.device)  # before labels are popped
+        batch = dict(inputs)  # labels are popped
         divisor = num_items_in_batch if reduction.divides else None
         result = self.host["compute_loss"](model, inputs, return_outputs, num_items_in_batch=divisor)
         loss, outputs = result if return_outputs else (result, None)
@@ -141,6 +161,8 @@ class _ExactLoss:
         elif reduction.items == "sum":
             loss = loss * ranks
         else:
+            self._count.observe(loss, batch)
+            items = num_items(self._count, batch, num_items_in_batch.device)
             loss = weighted_mean(loss, items, num_items_in_batch, ranks)
         return (loss, outputs) if return_outputs else loss
 
@@ -152,8 +174,7 @@ class _ExactLoss:
             message = f"ranks found different losses: {found_kinds}. Name the items: ab.exact(trainer, count=...)."
             raise LossError(message, code="unknown_items")
         self._reduction = kinds[0] if kinds else self._reduction
-        if not self._is_count_given:
-            self._count = probe.counts_for(self._labels).get(self._reduction.items, probe.num_rows)
+        self._count = ItemCounter(self._declared, self._labels, self._reduction.items)
         self._probed_model = self._trainer.model
 
     def _probe(self, batch: Batch) -> Reduction:
@@ -171,11 +192,11 @@ class _ExactLoss:
 
         with _undisturbed(trainer, module):
             collated = _collated(trainer)
-            rows = batch if probe.num_rows(batch) > 1 or collated is None else collated([0, 1])
-            if self._is_count_given:
-                factor = trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1
-                is_divided = probe.divides(loss, rows)
-                return Reduction(is_divided, "items counted by count=", float(factor if is_divided else 1))
+            is_small = probe.num_rows(batch) == 1 and not self._patterns
+            rows = collated([0, 1]) if is_small and collated is not None else batch
+            if self._declared is not None:
+                ranks = trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1
+                return probe.check_declared(loss, rows, self._count, self._labels, ranks)
             num_classes = getattr(getattr(module, "config", None), "num_labels", 2)
             return probe.find_reduction(loss, rows, self._labels, num_classes, collated, module=module)
 
@@ -199,14 +220,8 @@ class _ExactLoss:
 class _EffectiveBatches(_ExactLoss):
     """The replaced methods of a trainer with an effective batch size: a batch of its loop is a `Share`."""
 
-    replaced = (
-        *_ExactLoss.replaced,
-        "get_train_dataloader",
-        "training_step",
-        "get_total_train_batch_size",
-        "floating_point_ops",
-        "_track_num_input_tokens",
-    )
+    replaced = (*_ExactLoss.replaced, "get_train_dataloader", "training_step", "get_total_train_batch_size")
+    replaced += ("floating_point_ops", "_track_num_input_tokens")
 
     def __init__(self, trainer: Any, count: Count, effective_batch_size: int) -> None:
         super().__init__(trainer, count)
@@ -216,9 +231,6 @@ class _EffectiveBatches(_ExactLoss):
         self._world = World(args.process_index, args.world_size)
         self._shares: Any = None  # the data set of the loader, once there is one
         self._host_step: HostStep | None = None
-        callback = import_module("transformers").TrainerCallback
-        check = {"on_train_begin": lambda *_, **__: self._check_resumed()}
-        trainer.add_callback(type("ResumeCheck", (callback,), check))
 
     def get_total_train_batch_size(self, _: Any) -> int:
         """Return the effective batch size."""
@@ -232,7 +244,7 @@ class _EffectiveBatches(_ExactLoss):
         loader = share_loader(self.host["get_train_dataloader"](), self._size, size, self._world, seed=seed)
         self._shares = loader.dataset
         steps = {"effective_batch_size": self._size, "num_samples": len(self._shares), "seed": seed}
-        self._check_resumed = partial(_check_resumed, self._trainer, steps, len(loader))
+        self._check_resumed = partial(_check_resumed, steps, len(loader))
         return loader
 
     def get_batch_samples(
@@ -317,11 +329,8 @@ class _EffectiveBatches(_ExactLoss):
             self._weight = 1.0
 
 
-def _check_resumed(trainer: Any, steps: dict[str, int], steps_per_epoch: int) -> None:
-    """Refuse to resume within an epoch whose steps had other samples; store what decides the samples of a step.
-
-    The trainer saves its state, with `stateful_callbacks`, in checkpoints. It skips steps by their number alone.
-    """
+def _check_resumed(steps: dict[str, int], steps_per_epoch: int, trainer: Any) -> None:
+    """Refuse to resume within an epoch whose steps had other samples; store what decides them in its state."""
     state, args = trainer.state, trainer.args
     saved, is_resumed = state.stateful_callbacks.get(STATE), bool(state.global_step) and not args.ignore_data_skip
     # At the end of an epoch all samples are used; its number follows from that of the steps.
@@ -378,10 +387,9 @@ def _refuse_ignored_positions(window: Sequence[Batch], *, is_count_given: bool) 
 def _collated(trainer: Any) -> Callable[[list[int]], Batch] | None:
     """Return a function that collates samples of the training data as the trainer's loader does; None for a stream."""
     loader = trainer.callback_handler.train_dataloader
-    if isinstance(loader, ShareLoader):
-        dataset, collate = loader.dataset.loader.dataset, loader.dataset.loader.collate  # type: ignore[attr-defined]
-    else:
-        dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+    loader = loader.dataset.loader if isinstance(loader, ShareLoader) else loader  # type: ignore[attr-defined]
+    dataset: Any = getattr(loader, "dataset", None)
+    collate: Any = getattr(loader, "collate_fn", getattr(loader, "collate", None))
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or len(dataset) < MIN_SAMPLES:
         return None
     return lambda numbers: collate([dataset[number] for number in numbers])
