@@ -95,14 +95,14 @@ def lights_up(loop: Locator) -> None:
     """The code has the loop, and each line of a micro-batch is marked with its phase, its caption and its picture."""
     expect(loop.locator(".code")).to_contain_text("loss = loss / accumulation_steps")
     slider(loop, "Moment of the run").fill("0")
-    window = [("19", "forward"), ("20", "forward"), ("21", "forward"), ("22", "backward"), ("22", "accumulate")]
+    window = [("5", "forward"), ("6", "forward"), ("7", "forward"), ("8", "backward"), ("8", "accumulate")]
     seen = [(line, phase) for line, phase, _ in steps_of(loop)]
     assert [one for one in seen if one[1]] == window * 4
-    assert {one for one in seen if not one[1]} == {("17", ""), ("18", ""), ("24", "")}
+    assert {one for one in seen if not one[1]} == {("3", ""), ("4", ""), ("10", "")}
 
 
 def draws_each_line(loop: Locator) -> None:
-    """Each step changes the drawing; the loop takes a numbered micro-batch; lines 19, 20 and 21 have three captions."""
+    """Each step changes the drawing; the loop takes a numbered micro-batch; lines 5, 6 and 7 have three captions."""
     position, does = slider(loop, "Moment of the run"), loop.locator(".does")
     position.fill("0")
     said = {}
@@ -113,14 +113,14 @@ def draws_each_line(loop: Locator) -> None:
         if phase_of(loop) in ("forward", "backward"):
             expect(loop.locator(f".links.{phase_of(loop)}")).to_have_count(1)
             expect(loop.locator(".apart")).to_have_count(1)
-    assert len({said[line, "forward"] for line in ("19", "20", "21")}) == 3
-    assert "divided by the 4" in said["21", "forward"]
-    assert said["17", ""] == "Nothing to clear yet: p.grad is empty."
+    assert len({said[line, "forward"] for line in ("5", "6", "7")}) == 3
+    assert "divided by the 4" in said["7", "forward"]
+    assert said["3", ""] == "Nothing to clear yet: p.grad is empty."
     changes_the_drawing(loop)
 
 
 def changes_the_drawing(loop: Locator) -> None:
-    """After every Next the drawing differs from the one before; line 18 lifts and names the micro-batch it takes."""
+    """After every Next the drawing differs from the one before; line 4 lifts and names the micro-batch it takes."""
     slider(loop, "Moment of the run").fill("0")
     following, line, does = (
         loop.get_by_role("button", name="Next"),
@@ -134,7 +134,7 @@ def changes_the_drawing(loop: Locator) -> None:
         drawn = loop.locator(".moment").first.evaluate(DRAWING)
         assert drawn != before, does.inner_text()
         before = drawn
-        if line.get_attribute("data-line") == "18" and following.is_enabled():
+        if line.get_attribute("data-line") == "4" and following.is_enabled():
             taken.append(len(taken) % 4 + 1)
             expect(does).to_have_text(f"The loop takes micro-batch {taken[-1]} of 4.")
             expect(loop.locator(".counts .runs")).to_have_text(f"micro-batch {taken[-1]} of 4")

@@ -47,6 +47,8 @@ ROWS = re.findall(
     r"^\| (.+?) \| .+? \| `#([\w-]+)` \|$", (ROOT / "docs" / "guide.md").read_text(encoding="utf-8"), re.MULTILINE
 )
 """Names and parts of the elements in the list."""
+CONDITION = "True with a condition"
+"""The verdict of claims that are true only under a condition."""
 CHECKS: dict[str, Callable[[Locator], None]] = {
     "context line": names_the_field,
     "title": is_titled,
@@ -86,26 +88,26 @@ CHECKS: dict[str, Callable[[Locator], None]] = {
     "slider of the effective batch, 64": moves_the_effective_batch,
     "trade time for memory": trades,
     "advantage: larger batches, contrastive learning": verdict(
-        "Contrastive learning", words="true only if", number=r"11\.8% .* 14\.6%", says="contrastive learning needs"
+        "Contrastive learning", words=CONDITION, number=r"11\.8% .* 14\.6%", says="contrastive learning needs"
     ),
     "advantage: convergence": verdict(
-        "Less noise", words="true only if", number=r"0\.127 instead of 0\.144", says="converges better"
+        "Less noise", words=CONDITION, number=r"0\.127 instead of 0\.144", says="converges better"
     ),
     "advantage: works everywhere": verdict(
-        "Any hardware", words="true only if", number=r"as far as tested: on one CPU", says="any hardware"
+        "Any hardware", words=CONDITION, number=r"as far as tested: on one CPU", says="any hardware"
     ),
-    "advantage: easy": verdict("Three lines", words="true only if", number=r"3.lines change", says="three extra lines"),
+    "advantage: easy": verdict("Three lines", words=CONDITION, number=r"3.lines change", says="three extra lines"),
     "limitation: slower": verdict(
-        "N times longer", words="true only if", number=r"3\.0.times as long", says="N times as long"
+        "N times longer", words=CONDITION, number=r"3\.0.times as long", says="N times as long"
     ),
     "limitation: BatchNorm": verdict(
-        "BatchNorm", words="true", number=r"29% with BatchNorm", says="statistics of each micro-batch"
+        "BatchNorm", words="True", number=r"29% with BatchNorm", says="statistics of each micro-batch"
     ),
     "limitation: stale gradients": verdict(
-        "Stale gradients", words="false", number=r"change of a parameter is 0", says="are stale"
+        "Stale gradients", words="False", number=r"change of a parameter is 0", says="are stale"
     ),
     "limitation: memory is not free": verdict(
-        "Memory is not free", words="true", number=r"one copy of the gradients \(259.KiB\)", says="keeps gradients"
+        "Memory is not free", words="True", number=r"one copy of the gradients \(259.KiB\)", says="keeps gradients"
     ),
     "playground: opening": opens_at_16_times_4,
     "playground: watch it run in real time": runs_in_real_time,

@@ -70,7 +70,7 @@ test("every link has three strategies for a fixed batch, and three numbers of mi
   const all = recorded<Forecasts>("forecasts");
   for (const link of links(all)) {
     const own = all.forecasts.filter((one) => one.link === link);
-    expect(own.filter((one) => one.scaling === "strong").map(nameOf)).toEqual(["all_reduce", "zero1", "fsdp"]);
+    expect(own.filter((one) => one.scaling === "strong").map(nameOf)).toEqual(["DDP", "ZeRO-1", "FSDP"]);
     expect(own.filter((one) => one.scaling === "weak").map(nameOf)).toEqual(["1 micro-batch per step", "4 micro-batches per step", "16 micro-batches per step"]);
     for (const { rows } of own) expect(rows.map((row) => row.world_size)).toEqual(own[0]!.rows.map((row) => row.world_size));
   }

@@ -80,7 +80,7 @@ describe("the scene", () => {
   });
 
   it("runs out of memory where the recorded total passes the limit, and says what would fit", () => {
-    expect(pictureAt(usual, clipOf(usual, "refuse").to - 0.1)).toMatchObject({ heading: "Out of memory", detail: "This step needs 4.08 MiB. The limit is 2.5.", line: 2, isBad: true });
+    expect(pictureAt(usual, clipOf(usual, "refuse").to - 0.1)).toMatchObject({ heading: "Out of memory", detail: "The whole step needs 4.08 MiB. The limit is 2.5.", line: 2, isBad: true });
     const halves = storyOf(data, data.splits[1]!, 2.5 * MIB);
     expect(pictureAt(halves, halves.end)).toMatchObject({ heading: "Still out of memory", detail: "Choose smaller micro-batches, or raise the limit." });
     const roomy = storyOf(data, data.splits[2]!, 4.2 * MIB);

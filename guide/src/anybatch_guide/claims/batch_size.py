@@ -153,8 +153,9 @@ BATCH_SIZE_CLAIMS = (
         ),
         texts={
             "only_if": (
-                "From batches of 16 to 64 and 256, the steps fall from {steps_16} to {steps_64} and {steps_256}, but "
-                "the samples rise from {samples_16} to {samples_64} and {samples_256}. So training is faster only if a "
+                "To reach a held-out loss of 0.3, batches of 256 need {steps_256} steps instead of the {steps_16} of "
+                "batches of 16, but {samples_256} samples instead of {samples_16}. Batches of 64 need {steps_64} steps "
+                "and {samples_64} samples. So training is faster only if a "
                 "sample costs less in a larger batch: on more devices, or if the fixed cost of a step or micro-batch "
                 "is high, as with this small network on one thread. In one pass, batches of 64 take {time_64} the "
                 "time, and batches of 256 {time_256}. In micro-batches of 16, batches of 256 take {time_accumulated}."
@@ -185,13 +186,13 @@ BATCH_SIZE_CLAIMS = (
         ),
         texts={
             "only_if": (
-                "Only if the rule uses more than the batch sizes. The following numbers are for digits with SGD, "
-                "digits with AdamW, and text with SGD. In the worst case, the loss with linear scaling is "
-                "{linear_digits_sgd}, {linear_digits_adamw} and {linear_text_sgd} the loss with the best rate. With "
-                "square-root scaling it is {sqrt_digits_sgd}, {sqrt_digits_adamw} and {sqrt_text_sgd}, and with an "
-                "unchanged rate {none_digits_sgd}, {none_digits_adamw} and {none_text_sgd}. With the noise gain, "
-                "measured in the middle of a run, it is {gain_digits_sgd}, {gain_digits_adamw} and {gain_text_sgd}; "
-                "but this rule also fails at some sizes of the larger study."
+                "Only if the rule uses more than the batch sizes, such as the measured noise of the gradient. The "
+                "following numbers are for digits with SGD, digits with AdamW, and text with SGD. In the worst case, "
+                "the loss with linear scaling is {linear_digits_sgd}, {linear_digits_adamw} and {linear_text_sgd} the "
+                "loss with the best rate. With square-root scaling it is {sqrt_digits_sgd}, {sqrt_digits_adamw} and "
+                "{sqrt_text_sgd}, and with an unchanged rate {none_digits_sgd}, {none_digits_adamw} and "
+                "{none_text_sgd}. With the noise gain, measured in the middle of a run, it is {gain_digits_sgd}, "
+                "{gain_digits_adamw} and {gain_text_sgd}; but this rule also fails at some sizes of the larger study."
             ),
         },
         seconds=150,
@@ -221,9 +222,10 @@ BATCH_SIZE_CLAIMS = (
         ),
         texts={
             "only_if": (
-                "There is less noise, but the held-out loss is lower only after the same number of steps: "
-                "{loss_same_steps} instead of {loss_small}, on eight times the samples. After the same number of "
-                "samples it is {loss_same_samples}. The variance is {noise_ratio} the expected eighth."
+                "Only if both runs make the same number of steps: then the loss on held-out data is {loss_same_steps} "
+                "instead of {loss_small}, but the large batches have used eight times the samples. After the same "
+                "number of samples it is {loss_same_samples}. There is less noise: the variance is {noise_ratio} the "
+                "expected eighth."
             ),
         },
         seconds=30,

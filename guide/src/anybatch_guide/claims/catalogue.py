@@ -30,10 +30,10 @@ _CLAIMS = (
         rule_in_words="True: four micro-batches need less than 90% of the memory of one pass. False: otherwise.",
         texts={
             "true": (
-                "The peak of 64 samples falls from {peak_at_once} to {peak_in_four} in four parts: slightly more than "
-                "on the first screen, because the engine also holds the next micro-batch. Only activations shrink with "
-                "the micro-batch; weights, gradients and optimizer state keep their size. So a quarter of the batch "
-                "needs more than a quarter of the memory, and single samples still need {peak_one_by_one}."
+                "In four parts, the peak of the digits network falls from {peak_at_once} to {peak_in_four}: slightly "
+                "more than on the first screen, because the engine also holds the next micro-batch. Only activations "
+                "shrink with the micro-batch; weights, gradients and optimizer state keep their size. So a quarter of "
+                "the batch needs more than a quarter of the memory, and single samples still need {peak_one_by_one}."
             ),
         },
         seconds=2,
@@ -60,10 +60,10 @@ _CLAIMS = (
         ),
         texts={
             "only_if": (
-                "Equal micro-batches give the same gradient, up to rounding ({even_error}). The gradient is off by "
-                "{uneven_error} if their sizes differ (24 + 24 + 16), {token_error} if sentences differ in length, "
-                "{batch_norm_error} with BatchNorm, and {dropout_error} with dropout. Weighting each micro-batch by "
-                "its number of samples or tokens fixes the first two, but not the last two."
+                "Equal micro-batches give the same gradient, up to rounding ({even_error}). On the digits network, it "
+                "is off by {uneven_error} if their sizes differ (24 + 24 + 16), {token_error} if sentences differ in "
+                "length, {batch_norm_error} with BatchNorm, and {dropout_error} with dropout. Weighting each "
+                "micro-batch by its number of samples or tokens fixes the first two, but not the last two."
             ),
         },
         seconds=3,
@@ -125,9 +125,9 @@ _CLAIMS = (
         ),
         texts={
             "only_if": (
-                "Only as far as tested: on one CPU, the gradients agree to {gradient_error}, with {memory_ratio} the "
-                "peak memory. Accumulation is only a loop, and nothing in it depends on the device. But other hardware "
-                "was not tested for this card."
+                "Only as far as tested: on one CPU, the gradients agree up to rounding ({gradient_error}). In sixteen "
+                "micro-batches, the step needs {memory_ratio} the peak memory of one pass. Accumulation is only a "
+                "loop, and nothing in it depends on the device. But other hardware was not tested for this card."
             ),
         },
         seconds=2,
@@ -153,10 +153,10 @@ _CLAIMS = (
         ),
         texts={
             "only_if": (
-                "{changed_lines} lines change, but the loop is correct only if every micro-batch and every window is "
-                "full. Otherwise the checker reports mistakes ({findings}). The correct loop also changes "
-                "{changed_lines_right} lines, and calls two small functions that count items; anybatch changes "
-                "{changed_lines_engine}."
+                "{changed_lines} lines change, but the loop is correct only if every micro-batch and every window (the "
+                "micro-batches of one step) is full. Otherwise the checker reports mistakes ({findings}). The correct "
+                "loop also changes {changed_lines_right} lines, and calls two small functions that count items; "
+                "anybatch changes {changed_lines_engine}."
             ),
         },
         seconds=2,
@@ -214,10 +214,10 @@ _CLAIMS = (
         ),
         texts={
             "true": (
-                "In micro-batches of four, the gradient error is {gradient_error} with BatchNorm, and "
-                "{group_norm_error} with GroupNorm. The error depends on the micro-batch and on the network. The "
-                "training loss rises from {loss_64} to {loss_4}, and the accuracy on held-out images changes from "
-                "{accuracy_64} to {accuracy_4}."
+                "In micro-batches of four, a network for images of shapes has a gradient error of {gradient_error} "
+                "with BatchNorm, and only rounding with GroupNorm. That is {group_norm_error}, in float32. The error "
+                "depends on the micro-batch and on the network. The training loss rises from {loss_64} to {loss_4}, "
+                "and the accuracy on held-out images changes from {accuracy_64} to {accuracy_4}."
             ),
         },
         seconds=25,
@@ -268,8 +268,9 @@ _CLAIMS = (
         texts={
             "true": (
                 "From the second micro-batch on, one copy of the gradients ({extra_in_forward}) is in memory during "
-                "the forward, and the peak is {extra_at_peak} higher than with one micro-batch. It is one copy for "
-                "any number of micro-batches, and the peak is {peak_bytes}."
+                "the forward, and the peak is higher. It is one copy for any number of micro-batches. The peak rises "
+                "by {extra_at_peak} to {peak_bytes}: by less than the copy, because the peak of a single micro-batch "
+                "comes later in the backward, when some gradients exist and some activations are freed."
             ),
         },
         seconds=2,
@@ -293,9 +294,9 @@ _CLAIMS = (
         ),
         texts={
             "true": (
-                "The same 64 samples take {ratio_16} as long in four micro-batches, {ratio_4} in sixteen, and "
-                "{ratio_1} one by one. This is a small network on a CPU; if a micro-batch of 16 keeps the device "
-                "busy, the first number is close to one."
+                "With the small digits network on a CPU, the same 64 samples take {ratio_16} as long in four "
+                "micro-batches, and {ratio_1} one by one. In sixteen micro-batches, it is {ratio_4}. If a micro-batch "
+                "of 16 keeps the device busy, the first number is close to one."
             ),
             "only_if": (
                 "Only if they are very small: 64 samples take {ratio_16} as long in four micro-batches, {ratio_4} in "
@@ -326,9 +327,10 @@ _CLAIMS = (
         texts={
             "true": "The speed-up is {gain_1_to_4} from 1 to 4 samples, and still {gain_64_to_256} from 64 to 256.",
             "only_if": (
-                "Only until the device is busy: going from 1 to 4 samples trains {gain_1_to_4} as fast; going from 64 "
-                "to 256, {gain_64_to_256} as fast. In between, it is {gain_4_to_16} from 4 to 16, and {gain_16_to_64} "
-                "from 16 to 64. Once the device is busy, larger micro-batches only use more memory."
+                "Only until the device is busy: on this CPU, going from 1 to 4 samples trains {gain_1_to_4} as fast, "
+                "but going from 64 to 256 gains nothing. There, it is {gain_64_to_256} as fast. In between, it is "
+                "{gain_4_to_16} from 4 to 16, and {gain_16_to_64} from 16 to 64. Once the device is busy, larger "
+                "micro-batches only use more memory."
             ),
             "false": "The speed-up from 1 to 4 samples is {gain_1_to_4}.",
         },
@@ -355,10 +357,10 @@ _CLAIMS = (
         ),
         texts={
             "only_if": (
-                "Only for equal micro-batches: split 24 + 24 + 16 and divided by 3, the gradient is off by "
-                "{uneven_error}. It is off by {token_error} for sentences of unequal length, and by {even_error} if "
-                "all micro-batches have the same number of items. If micro-batches are weighted by their items, both "
-                "are correct, up to {uneven_error_by_items} and {token_error_by_items}."
+                "Only for equal micro-batches: if the digits are split 24 + 24 + 16, dividing by 3 makes an error of "
+                "{uneven_error} in the gradient. It is off by {token_error} for sentences of unequal length, and by "
+                "{even_error} if all micro-batches have the same number of items. If micro-batches are weighted by "
+                "their items, both are correct, up to {uneven_error_by_items} and {token_error_by_items}."
             ),
         },
         seconds=2,
@@ -384,9 +386,10 @@ _CLAIMS = (
         ),
         texts={
             "only_if": (
-                "Only with SGD, which ends at a loss of {sgd_no_division} instead of {sgd_right}; with Adam it is "
-                "{adam_no_division} instead of {adam_right}. Random guessing gives {chance}. Adam divides by the size "
-                "of the gradient, so most of the factor cancels. Clipping and weight decay in the loss are still wrong."
+                "Only with SGD: in sixteen micro-batches of 4, the loss ends at {sgd_no_division} instead of "
+                "{sgd_right}, and with Adam at {adam_no_division} instead of {adam_right}. Random guessing gives "
+                "{chance}. Adam divides by the size of the gradient, so most of the factor cancels. Clipping and "
+                "weight decay in the loss are still wrong."
             ),
         },
         seconds=25,
@@ -413,11 +416,11 @@ _CLAIMS = (
         ),
         texts={
             "only_if": (
-                "Only with one micro-batch per rank: on one rank, in micro-batches of 16, the gradient is still off by "
-                "{sync_error}: SyncBatchNorm combines ranks, not micro-batches. It uses the statistics of ranks that "
-                "run at the same time, but not of micro-batches that run one after the other. On two ranks the error "
-                "is {sync_error_2_ranks}. It disappears ({sync_error_4_ranks}) only without accumulation. The engine's "
-                "exact BatchNorm computes the statistics over all micro-batches: {exact_error}."
+                "Only with one micro-batch per rank: SyncBatchNorm combines ranks, not micro-batches, so with four "
+                "micro-batches on one rank the gradient is still off by {sync_error}. It uses the statistics of ranks "
+                "that run at the same time, but not of micro-batches that run one after the other. On two ranks the "
+                "error is {sync_error_2_ranks}. It disappears ({sync_error_4_ranks}) only without accumulation. The "
+                "engine's exact BatchNorm computes the statistics over all micro-batches: {exact_error}."
             ),
         },
         seconds=2,

@@ -239,8 +239,9 @@ DEVICE_CLAIMS = (
         ),
         texts={
             "only_if": (
-                "Only compared with a sum through one rank, which takes {through_one_ratio} as long; but {exposed} of "
-                "a small step is exposed reduction here. With four micro-batches it is {exposed_accumulated}."
+                "It is faster than a sum through one rank, which takes {through_one_ratio} as long, but it is not "
+                "free: a rank waits for it during {exposed} of a small step. With four micro-batches it is "
+                "{exposed_accumulated}."
             ),
         },
         seconds=60,
@@ -293,10 +294,10 @@ DEVICE_CLAIMS = (
         ),
         texts={
             "only_if": (
-                "Only if the number of samples is divisible by the number of ranks: then none is repeated, otherwise "
-                "up to one less than the number of ranks. The sampler repeats samples from the start: on two, four and "
-                "eight ranks {twice_on_2}, {twice_on_4} and {twice_on_8} of {samples} samples count twice, in training "
-                "and in metrics."
+                "Only if the number of samples is divisible by the number of ranks. Otherwise some samples are "
+                "repeated: at most one less than the number of ranks. The sampler repeats samples from the start: on "
+                "two, four and eight ranks {twice_on_2}, {twice_on_4} and {twice_on_8} of {samples} samples count "
+                "twice, in training and in metrics."
             ),
         },
         seconds=2,

@@ -7,6 +7,7 @@ from anybatch.core.geometry import SecondsFit
 from anybatch.planner.forecast import forecast
 from anybatch.planner.forecast_report import Cluster, ForecastReport, StrategyName, Workload
 from anybatch_guide.experiment import Data, Emit, Experiment, emit_progress
+from anybatch_guide.lines import significant
 
 LINKS = ("1Gbit,1ms", "10Gbit,50us", "100Gbit,10us", "400Gbit,5us")
 INNER_LINK, PER_HOST = "150GB/s,2us", 8
@@ -56,17 +57,21 @@ def run(emit: Emit) -> Data:
 
 
 def _values(report: ForecastReport) -> Data:
-    """Return the values of a forecast, without the intervals of its times, which are exact here."""
+    """Return the values of a forecast, six digits each, without the intervals of its times, which are exact here."""
     values = report.as_json()
     for name in ("micro_batch_interval", "update_interval", "queued_share"):
         del values["workload"][name]
     del values["largest_interval"]
+    values["rows"] = [
+        {name: significant(value, 6) if isinstance(value, float) else value for name, value in row.items()}
+        for row in values["rows"]
+    ]
     return values
 
 
 EXPERIMENT = Experiment(
     name="forecasts",
-    question="How fast would up to 1,024 ranks be, by network, strategy and number of micro-batches?",
+    question="How fast would up to 1,024 ranks be, by connection, strategy and number of micro-batches?",
     run=run,
     seconds=4,
     tolerance=1e-9,

@@ -89,13 +89,13 @@ export const TASKS = ["digits", "spirals", "shapes", "text"] as const;
 export const MISTAKES = ["", "no_division", "zero_each", "clip_each", "schedule_each", "drop_tail", "mean_of_means"] as const;
 export const TASK_NAMES: Record<Setting["task"], string> = { digits: "digits", spirals: "spirals", shapes: "shapes", text: "text" };
 export const MISTAKE_NAMES: Record<Setting["mistake"], string> = {
-  "": "none (the engine)",
+  "": "none (correct)",
   no_division: "forget to divide",
-  zero_each: "zero in every micro-batch",
+  zero_each: "zero_grad() in every micro-batch",
   clip_each: "clip in every micro-batch",
-  schedule_each: "schedule in every micro-batch",
-  drop_tail: "drop the tail",
-  mean_of_means: "mean of means",
+  schedule_each: "scheduler.step() in every micro-batch",
+  drop_tail: "skip the last samples",
+  mean_of_means: "equal weight for unequal parts",
 };
 
 export const POLICIES = ["keep", "exact", "ghost", "freeze", "sync"] as const;

@@ -57,7 +57,7 @@ export interface Setting {
 export type Order = ({ kind: "playground"; setting: Setting } | { kind: "experiment"; name: string }) & { paused?: boolean };
 
 /** The five memory categories, in drawing order. */
-export const CATEGORIES = ["weights", "gradients", "optimizer", "activations", "temporary"] as const;
+export const CATEGORIES = ["weights", "optimizer", "gradients", "activations", "temporary"] as const;
 export type Category = (typeof CATEGORIES)[number];
 export const CATEGORY_NAMES: Record<Category, string> = {
   weights: "weights",

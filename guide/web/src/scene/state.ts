@@ -270,11 +270,11 @@ function captionAt(story: Story, { kind, act, step, part }: Clip, refused: boole
   if (act === 0 && (kind === "intro" || kind === "load")) return caption("Train on 64 digits at once", "First without a split: one forward, one backward, one update.");
   if (kind === "intro") return caption("All 64 digits in one pass", "No accumulation.");
   if (kind === "refuse" || (kind === "eject" && refused)) {
-    return caption("Out of memory", `${parts > 1 ? `Micro-batches of ${size} need` : "This step needs"} ${mib(needed)} MiB. The limit is ${(limit / MIB).toFixed(1)}.`, true);
+    return caption("Out of memory", `${parts > 1 ? `Micro-batches of ${size} need` : "The whole step needs"} ${mib(needed)} MiB. The limit is ${(limit / MIB).toFixed(1)}.`, true);
   }
   if (kind === "stop") return caption("Still out of memory", parts > 1 ? "Choose smaller micro-batches, or raise the limit." : "Choose micro-batches, or raise the limit.", true);
   if (kind === "fits" || kind === "eject") return caption("All 64 fit", `This step needs ${mib(needed)} MiB. The limit is ${(limit / MIB).toFixed(1)}.`);
-  if (kind === "split") return caption(`Split the batch into\n${parts} micro-batches`, `${counted(parts)} parts of ${listed(sizes)} digits, one part after the other.`);
+  if (kind === "split") return caption(`Split into ${parts} micro-batches`, `${counted(parts)} parts of ${listed(sizes)} digits, one after the other.`);
   if (kind === "update") return caption("Update the weights once", step ? `Step ${step + 1} of ${NUM_STEPS}.` : "With the gradient of all 64 digits.");
   if (kind === "zero") return caption("Clear the gradient", step ? `Step ${step + 1} of ${NUM_STEPS}.` : "Ready for the next 64 digits.");
   if (kind === "deal") return caption("The next 64 digits", `Step ${step + 1} of ${NUM_STEPS}.`);
@@ -283,14 +283,14 @@ function captionAt(story: Story, { kind, act, step, part }: Clip, refused: boole
   if (parts === 1) return kind === "load" ? caption("Train on 64 digits at once", "") : wholePass(kind);
   if (kind === "load") return caption(part === parts - 1 ? `The last ${size} digits` : part ? `The next ${size} digits` : `The first ${size} digits`, where);
   if (kind === "forward") return caption("Forward: activations rise", part ? where : "Every layer keeps what the backward needs.");
-  if (kind === "backward") return caption("Backward: layer by layer,\nactivations are freed", part ? where : `The result is the gradient of ${size} digits.`);
+  if (kind === "backward") return caption("Backward: activations are freed", part ? where : `The result is the gradient of ${size} digits.`);
   const summed = sizes.slice(0, part + 1).reduce((a, b) => a + b, 0);
   return part === parts - 1 ? caption("Accumulate: the sum is complete", "It is the gradient of all 64 digits.") : caption("Accumulate: the gradient stays", `${summed} of 64 digits are in the sum.`);
 }
 
 function wholePass(kind: Kind): Caption {
-  if (kind === "forward") return { heading: "Forward: every layer\nkeeps its activations", detail: "The backward pass will need them.", isBad: false };
-  return { heading: "Backward: layer by layer,\nactivations are freed", detail: "The result is the gradient of 64 digits.", isBad: false };
+  if (kind === "forward") return { heading: "Forward: activations rise", detail: "The backward pass will need them.", isBad: false };
+  return { heading: "Backward: activations are freed", detail: "The result is the gradient of 64 digits.", isBad: false };
 }
 
 function listed(sizes: readonly number[]): string {

@@ -65,7 +65,7 @@ const ENTRIES: (Part & { deeper?: Part[] })[] = [
     deeper: [
       { id: "who-holds", title: "Memory per rank: one device, replicas, sharded states, sharded weights", load: () => import("./devices/WhoHolds.svelte") },
       { id: "why-not-linear", title: "Why two ranks are not twice as fast", load: () => import("./devices/WhyNotLinear.svelte") },
-      { id: "forecast", title: "Forecast: change the network, the ranks, the micro-batches", load: () => import("./devices/Forecast.svelte") },
+      { id: "forecast", title: "Forecast: change the connection, the ranks, the micro-batches", load: () => import("./devices/Forecast.svelte") },
       { id: "said-of-devices", title: "Claims about several devices, measured", load: () => import("./devices/SaidOfDevices.svelte") },
     ],
   },
@@ -76,7 +76,7 @@ const ENTRIES: (Part & { deeper?: Part[] })[] = [
     deeper: [
       { id: "lengths", title: "Sequences of different lengths", load: () => import("./batch_size/Lengths.svelte") },
       { id: "noise", title: "Gradient noise, and when a larger batch helps", load: () => import("./batch_size/Noise.svelte") },
-      { id: "strategies", title: "Small, accumulated and unsplit batches: variance, memory and time", load: () => import("./batch_size/Strategies.svelte") },
+      { id: "strategies", title: "Small, accumulated and unsplit batches: variance and memory", load: () => import("./batch_size/Strategies.svelte") },
       { id: "sharpness", title: "Sharp and flat minima", load: () => import("./batch_size/Sharpness.svelte") },
       { id: "spikes", title: "Loss spikes and divergence", load: () => import("./batch_size/Spikes.svelte") },
       { id: "said-of-size", title: "Claims about batch size, measured", load: () => import("./batch_size/SaidOfSize.svelte") },

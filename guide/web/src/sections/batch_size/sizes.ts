@@ -25,7 +25,7 @@ export const RULES: Record<string, string> = {
   linear: "linear",
   sqrt: "square root",
   "sqrt, betas kept": "square root, betas kept",
-  memory: "equal memory",
+  memory: "equal averaging",
   gain: "noise gain",
 };
 

@@ -32,9 +32,9 @@ export function sourceOf({ from, data, name }: ExperimentView<ClaimData>): From 
 }
 
 export const VERDICTS: Record<Verdict, { name: string; mark: string }> = {
-  true: { name: "true", mark: "✓" },
-  only_if: { name: "true only if", mark: "≈" },
-  false: { name: "false", mark: "✕" },
+  true: { name: "True", mark: "✓" },
+  only_if: { name: "True with a condition", mark: "≈" },
+  false: { name: "False", mark: "✕" },
 };
 
 export interface Piece {

@@ -104,7 +104,7 @@ export function links(all: Forecasts): string[] {
 
 /** Name of a forecast: the strategy for a fixed batch, the number of micro-batches for a growing batch. */
 export function nameOf(one: Forecast): string {
-  if (one.scaling === "strong") return one.strategy;
+  if (one.scaling === "strong") return { all_reduce: "DDP", zero1: "ZeRO-1", fsdp: "FSDP" }[one.strategy] ?? one.strategy;
   const steps = one.workload.accumulation_steps ?? 1;
   return `${steps} micro-batch${steps === 1 ? "" : "es"} per step`;
 }

@@ -45,7 +45,7 @@ export const CAUSES = {
   },
   empty: {
     title: "All targets of a micro-batch are masked",
-    why: "Its mean is 0/0, so the loss is NaN. With a mean of your own, so is its gradient, and after the update every parameter; a factor of zero does not help.",
+    why: "Its mean is 0/0, so the loss is NaN. If you compute the mean yourself, the gradient is NaN too, and after the update all parameters are. Multiplying the loss by zero does not help, because 0 × NaN = NaN.",
     wrong: "▸loss = (losses * mask).sum() / mask.sum()",
     fix: "▸loss = (losses * mask).sum() / targets_in_window",
     check: `${LOOP} --data tokens`,
@@ -181,7 +181,7 @@ const byRunner = (own: Question | CauseId, trainer: CauseId) => ask("What runs t
 
 export const SYMPTOMS = ask(
   "What is wrong with the loss?",
-  ["Too high by a factor", byRunner(ask("Is the loss of a micro-batch divided before backward()?", ["No", "undivided"], ["Yes, by the same number in every step", "ragged"]), "trainer_loss")],
+  ["Wrong by a factor", byRunner(ask("Is the loss of a micro-batch divided before backward()?", ["No", "undivided"], ["Yes, by the same number in every step", "ragged"]), "trainer_loss")],
   [
     "Jumps at epoch ends",
     ask(
@@ -191,7 +191,7 @@ export const SYMPTOMS = ask(
     ),
   ],
   [
-    "Differs from the native run",
+    "Differs from one unsplit batch",
     ask(
       "When do the two losses first differ?",
       [
