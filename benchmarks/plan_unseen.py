@@ -1,18 +1,21 @@
 """Plans of randomly drawn models from five libraries, against the memory that torch's CPU allocator allocates.
 
 Drawn are classifiers of torchvision and timm, model types of transformers (made small), networks of diffusers (made
-small), and models of transformers with adapters of peft; each with an optimizer and a precision. Each is planned by
-`ab.plan` from Python, as a user would, and then run: two steps of two micro-batches, of which the second is measured,
-every allocation of torch's CPU allocator counted. Models that do not build or run are left out, and counted.
+small), and models of transformers with adapters of peft; each with an optimizer and a precision. "own" are the models
+of `unseen_models.py` and `unseen_sequences.py`, "inputs" models of transformers that take more than tokens or images.
+Each is planned by `ab.plan` from Python, as a user would, and then run: two steps of two micro-batches, of which the
+second is measured, every allocation of torch's CPU allocator counted, with and without the workspaces of convolutions.
+Models that do not build or run are left out, and counted.
 
     python benchmarks/plan_unseen.py [--seed 18] [--seconds 3600] [--library NAME] [--out benchmarks/results/NAME.md]
 
-It needs torchvision, timm, transformers, diffusers and peft; a torchvision for another build of torch will do, since
-its own operations are not used.
+It needs torchvision, timm, transformers, diffusers and peft, or the libraries named by --library; a torchvision for
+another build of torch will do, since its own operations are not used.
 """
 
 import dataclasses
 import gc
+import itertools
 import logging
 import random
 import time
@@ -24,21 +27,25 @@ from typing import Any
 import report
 import torch
 import torch.nn.functional as F
-from memory_accuracy import SECOND_STEP, AllocatorEvents
+import unseen_sequences
 from torch import nn
-from torch.profiler import record_function
+from torch.profiler import ProfilerActivity, profile, record_function
+from unseen_models import ENTRIES
 
 import anybatch as ab
 from anybatch.errors import UserError
 from anybatch.planner.plan import Plan
 
 MEBIBYTE = 2**20
-MICRO_BATCH, NUM_MICRO_BATCHES = 4, 2
+MICRO_BATCH, OWN_MICRO_BATCH, NUM_MICRO_BATCHES = 4, 16, 2
 MOST_PARAMETERS = 60_000_000
 LEARNING_RATE = 1e-4
 Batch = dict[str, Any]
-NUM_DRAWN = {"torchvision": 14, "timm": 20, "transformers": 26, "diffusers": 6, "peft": 8}
-"""Number of models drawn per library."""
+SECOND_STEP = "the second step"
+WORKSPACES = ("aten::convolution", "aten::_convolution", "aten::mkldnn_convolution", "aten::_slow_conv")
+"""Operations whose workspaces are no tensors."""
+NUM_DRAWN = {"own": 500, "inputs": 500, "torchvision": 14, "timm": 20, "transformers": 26, "diffusers": 6, "peft": 8}
+"""Number of models drawn per library; all of the first two."""
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda named: torch.optim.AdamW([p for _, p in named], lr=LEARNING_RATE),
     "SGD": lambda named: torch.optim.SGD([p for _, p in named], lr=LEARNING_RATE, momentum=0.9),
@@ -75,6 +82,7 @@ class Drawn:
     batch: Callable[[int], Batch]
     optimizer: str
     precision: str
+    size: int = MICRO_BATCH  # samples of a micro-batch
 
 
 def of_classes(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -250,9 +258,28 @@ def of_peft(draw: random.Random) -> Iterator[tuple[Any, ...]]:
         yield f"{way} on {kind}", make, own, _tokens(64)
 
 
+def of_own(draw: random.Random) -> Iterator[tuple[Any, ...]]:
+    """Yield the models written for this benchmark."""
+    del draw
+    for family, name, make, loss, batch in ENTRIES:
+        yield f"{family}: {name}", make, loss, batch
+
+
+def of_inputs(draw: random.Random) -> Iterator[tuple[Any, ...]]:
+    """Yield small models of transformers that take sound, video, boxes or several inputs."""
+    del draw
+    import transformers  # noqa: PLC0415
+
+    for name, (config, batch) in unseen_sequences.inputs_of_transformers(transformers).items():
+        kind = getattr(transformers, name)
+        yield name, lambda kind=kind, config=config: kind(config), own, batch
+
+
 def drawn(seed: int, only: str = "") -> Iterator[tuple[str, Drawn]]:
     """Yield a seed's configurations with few enough parameters, by library."""
     sources = {
+        "own": of_own,
+        "inputs": of_inputs,
         "torchvision": of_torchvision,
         "timm": of_timm,
         "transformers": of_transformers,
@@ -260,18 +287,19 @@ def drawn(seed: int, only: str = "") -> Iterator[tuple[str, Drawn]]:
         "peft": of_peft,
     }
     for library, source in sources.items():
+        if only not in {"", library}:
+            continue
         draw = random.Random(f"{seed} {library}")  # noqa: S311 (a choice, no secret)
         left = NUM_DRAWN[library]
         for name, make, loss, batch in source(draw):
             optimizer, precision = draw.choice(sorted(OPTIMIZERS)), draw.choice(("fp32", "fp32", "bf16"))
             if not left:
                 break
-            if only not in {"", library} or not small_enough(make):
-                if only not in {"", library}:
-                    break
+            if not small_enough(make):
                 continue
             left -= 1
-            yield library, Drawn(name, make, loss, batch, optimizer, precision)
+            size = OWN_MICRO_BATCH if library == "own" else MICRO_BATCH
+            yield library, Drawn(name, make, loss, batch, optimizer, precision, size)
 
 
 def small_enough(make: Callable[[], nn.Module]) -> bool:
@@ -289,10 +317,10 @@ def planned(one: Drawn) -> Plan:
         one.make,
         OPTIMIZERS[one.optimizer],
         ab.mean_over_samples(one.loss),
-        one.batch(1),
+        one.batch(one.size),
         device="cpu:64GiB",
-        effective_batch_size=MICRO_BATCH * NUM_MICRO_BATCHES,
-        micro_batch_size=MICRO_BATCH,
+        effective_batch_size=one.size * NUM_MICRO_BATCHES,
+        micro_batch_size=one.size,
         precision=one.precision,  # type: ignore[arg-type]
         proposals=False,
     )
@@ -305,7 +333,7 @@ def engine_of(one: Drawn) -> ab.Engine:
         one.make(),
         OPTIMIZERS[one.optimizer],
         ab.mean_over_samples(one.loss),
-        micro_batch_size=MICRO_BATCH,
+        micro_batch_size=one.size,
         check_loss=False,
         norms="keep",
         precision=one.precision,  # type: ignore[arg-type]
@@ -313,17 +341,47 @@ def engine_of(one: Drawn) -> ab.Engine:
     )
 
 
-def allocated(one: Drawn) -> int:
-    """Return the peak of allocated bytes in the second step of the real engine."""
+def measured(one: Drawn) -> tuple[int, int]:
+    """Return two peaks of the second step of the real engine: of all allocated bytes, and without workspaces."""
     gc.collect()
-    with AllocatorEvents() as allocator:
-        batch = one.batch(MICRO_BATCH * NUM_MICRO_BATCHES)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        batch = one.batch(one.size * NUM_MICRO_BATCHES)
         engine = engine_of(one)
         engine.step(batch)
         with record_function(SECOND_STEP):
             engine.step(batch)
         engine.close()
-    return allocator.peak_bytes()
+    results: Any = profiler.profiler
+    events = sorted(
+        with_kernels(results.kineto_results.experimental_event_tree()), key=lambda row: row[0].start_time_ns
+    )
+    span = next(event for event, _ in events if event.name == SECOND_STEP)
+    rows = [(event, kernel) for event, kernel in events if event.name == "[memory]"]
+    made: dict[int, tuple[int, int]] = {}
+    freed_inside, changes = set(), []
+    for number, (event, kernel) in enumerate(rows):
+        pointer, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        first, taken = made.pop(pointer, (number, 0)) if size < 0 else (number, 0)
+        if size > 0:
+            made[pointer] = number, size
+        elif kernel is not None and kernel == rows[first][1]:
+            freed_inside |= {first, number}
+        changes.append((number, event.start_time_ns, size if size > 0 else -taken))
+    peaks = []
+    for left_out in (set(), freed_inside):
+        kept = [(moment, size) for number, moment, size in changes if number not in left_out]
+        held = itertools.accumulate(size for _, size in kept)
+        within = (span.start_time_ns <= moment <= span.end_time_ns for moment, _ in kept)
+        peaks.append(max(total for total, inside in zip(held, within, strict=True) if inside))
+    return peaks[0], peaks[1]
+
+
+def with_kernels(events: list[Any], kernel: int | None = None) -> Iterator[tuple[Any, int | None]]:
+    """Yield events and their descendants, each with the start of the kernel in `WORKSPACES` around it."""
+    for event in events:
+        inside = event.start_time_ns if kernel is None and event.name.startswith(WORKSPACES) else kernel
+        yield event, inside
+        yield from with_kernels(event.children, inside)
 
 
 def stand_in_for_missing_operations() -> None:
@@ -333,40 +391,56 @@ def stand_in_for_missing_operations() -> None:
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
 
 
-def row(library: str, one: Drawn) -> tuple[str, float | None, str]:
-    """Return the row of a configuration, its error in percent if there is one, and its outcome."""
-    start, what = time.perf_counter(), f"| {library} | {one.name} | {one.optimizer} | {one.precision} |"
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    text: str
+    outcome: str
+    errors: tuple[float, ...] = ()  # in percent, against tensors and against allocated bytes
+    seconds: float = 0.0
+
+
+def row(library: str, one: Drawn) -> Row:
+    """Return the row of a configuration."""
+    start, what = time.process_time(), f"| {library} | {one.name} | {one.optimizer} | {one.precision} |"
     try:
         plan, refused = planned(one), ""
     except UserError as error:
         plan, refused = None, str(error)
     except Exception as error:  # noqa: BLE001 (the model cannot be created; else a fault of the planner)
         plan, refused = None, f"NOT AS AN ERROR OF OURS: {type(error).__name__}: {error}"
-    took = time.perf_counter() - start
+    took = time.process_time() - start
     try:
-        found = allocated(one)
+        allocated, live = measured(one)
     except Exception as error:  # noqa: BLE001 (any error of the model itself)
         said = f"{type(error).__name__}: {error}".splitlines()[0][:160].replace("|", "/")
-        return f"{what} - | - | - | {took:.1f} | does not run: {said} |", None, "does not run"
+        return Row(f"{what} - | - | - | - | - | {took:.1f} | does not run: {said} |", "does not run")
+    found = f"{live / MEBIBYTE:.2f} | {allocated / MEBIBYTE:.2f}"
     if plan is None:
-        text = refused.replace("|", "/").replace("\n", " ")
-        return f"{what} - | {found / MEBIBYTE:.1f} | - | {took:.1f} | {text} |", None, "refused"
+        text = refused.replace("|", "/").replace("\n", " ")[:200]
+        return Row(f"{what} - | {found} | - | - | {took:.1f} | {text} |", "refused")
     expected = plan.baseline.peak.num_bytes
-    deviation = 100 * (expected / found - 1)
-    figures = f"{expected / MEBIBYTE:.1f} | {found / MEBIBYTE:.1f} | {deviation:+.3f} | {took:.1f}"
-    return f"{what} {figures} | {'; '.join(plan.notes[:2])[:120]} |", deviation, "planned"
+    errors = tuple(100 * (expected / size - 1) for size in (live, allocated))
+    figures = f"{expected / MEBIBYTE:.2f} | {found} | {errors[0]:+.2f} | {errors[1]:+.2f} | {took:.1f}"
+    return Row(f"{what} {figures} | {'; '.join(plan.notes[:2])[:120]} |", "planned", errors, took)
 
 
-def summary(errors: list[float], counts: dict[str, int]) -> list[str]:
+def summary(rows: list[Row], counts: dict[str, int]) -> list[str]:
     """Return the summary of the table."""
-    sizes = sorted(map(abs, errors))
-    within = {limit: sum(one <= limit for one in sizes) for limit in (0.1, 0.25, 1.0, 3.0)}
-    said = ", ".join(f"{number} within {limit}%" for limit, number in within.items())
-    return [
-        f"{', '.join(f'{number} {what}' for what, number in counts.items())}.",
-        f"Of {len(sizes)} plans {said}; median {sizes[len(sizes) // 2]:.3f}%, largest {sizes[-1]:.2f}%.",
-        f"Too low by more than 1%: {sum(one < -1 for one in errors)}.",
-    ]
+    lines = [f"{', '.join(f'{number} {what}' for what, number in counts.items())}."]
+    good = [one for one in rows if one.errors]
+    for number, name in enumerate(("live tensors", "allocated bytes")):
+        errors = [one.errors[number] for one in good]
+        sizes = sorted(map(abs, errors))
+        within = ", ".join(f"{sum(one <= limit for one in sizes)} within {limit}%" for limit in (0.1, 1.0, 3.0, 10.0))
+        lines.append(
+            f"Against {name}, of {len(sizes)} plans {within}; median {sizes[len(sizes) // 2]:.3f}%, largest "
+            f"{sizes[-1]:.1f}%; too low by more than 1%: {sum(one < -1 for one in errors)}."
+        )
+    seconds = sorted(one.seconds for one in good)
+    lines.append(f"CPU seconds of a plan: median {seconds[len(seconds) // 2]:.2f}, largest {seconds[-1]:.2f}.")
+    return lines
 
 
 def main() -> None:
@@ -381,26 +455,27 @@ def main() -> None:
     logging.disable(logging.WARNING)
     stand_in_for_missing_operations()
     head = (
-        "| library | model | optimizer | precision | planned, MiB | allocated, MiB | error, % | planned in, s | said |"
+        "| library | model | optimizer | precision | planned, MiB | tensors, MiB | allocated, MiB | of tensors, % "
+        "| of allocated, % | planned in CPU s | said |"
     )
-    lines, errors, counts, start = [head, "|" + "---|" * 9], [], {}, time.perf_counter()
+    rows: list[Row] = []
+    counts, start = {}, time.perf_counter()
     for library, one in drawn(options.seed, options.library):
         if time.perf_counter() - start > options.seconds:
             counts["not reached in time"] = counts.get("not reached in time", 0) + 1
             continue
-        line, error, what = row(library, one)
-        counts[what] = counts.get(what, 0) + 1
-        errors += [] if error is None else [error]
-        print(line, flush=True)
-        lines.append(line)
+        rows.append(row(library, one))
+        counts[rows[-1].outcome] = counts.get(rows[-1].outcome, 0) + 1
+        print(rows[-1].text, flush=True)
     only = f" --library {options.library}" if options.library else ""
     # Lists of models grow: with another version of a library, the same seed draws other models.
-    versions = ", ".join(f"{library} {version(library)}" for library in NUM_DRAWN)
+    libraries = [name for name in NUM_DRAWN if name not in {"own", "inputs"} and options.library in {"", name}]
+    versions = ", ".join(f"{library} {version(library)}" for library in libraries or ["transformers"])
     report.publish(
-        [*summary(errors, counts), "", *lines],
+        [*summary(rows, counts), "", head, "|" + "---|" * 11, *(one.text for one in rows)],
         title="Plans of models that nobody chose, against memory as allocated",
         command=f"python benchmarks/plan_unseen.py --seed {options.seed}{only}",
-        setting=f"{NUM_MICRO_BATCHES} micro-batches of {MICRO_BATCH}, 1 thread, a CPU; {versions}",
+        setting=f"{NUM_MICRO_BATCHES} micro-batches of {MICRO_BATCH} (own: {OWN_MICRO_BATCH}), 1 thread; {versions}",
         out=options.out,
     )
 

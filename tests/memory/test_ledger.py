@@ -1,5 +1,7 @@
 """The ledger of tensor memory, checked against torch's profiler and for traces that start late."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -32,6 +34,54 @@ def test_the_ledger_matches_the_allocator() -> None:
     assert ledger.peak_bytes == expected
     assert ledger.trace().peak_bytes == expected
     assert ledger.held_bytes == 0
+
+
+BACKWARDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "gather": lambda x, i: (
+        x.unsqueeze(1).expand(-1, 16, -1, -1).gather(2, i.unsqueeze(-1).expand(-1, -1, -1, 8)).sum(2)
+    ),
+    "take_along_dim": lambda x, i: x.unsqueeze(1).expand(-1, 16, -1, -1).take_along_dim(i.unsqueeze(-1), 2).sum(2),
+    "index": lambda x, i: x[torch.arange(4)[:, None, None], i].sum(2),
+    "index_add": lambda x, i: torch.zeros(4, 16, 8).index_add(1, i[0, 0], x),
+    "a tensor used three times": lambda x, _: x.exp() * x.sin() * x.cos(),
+    "a product with itself": lambda x, _: (x * 2) * (x + x),
+    "amax": lambda x, _: (x.unsqueeze(2) * torch.ones(1, 1, 64, 1)).amax(2),
+    "a sum of a mask": lambda x, _: (
+        x.unsqueeze(1).mul(x.unsqueeze(2)).sum(2) / (x.unsqueeze(1) > x.unsqueeze(2)).sum(2).add(1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_backwards_allocate_as_without_a_mode(name: str) -> None:
+    """Autograd's formulas for modes allocate more; the ledger runs the usual ones, and counts copies inside of sums."""
+
+    def run() -> torch.Tensor:
+        torch.manual_seed(0)
+        values, index = torch.randn(4, 16, 8, requires_grad=True), torch.randint(16, (4, 16, 16))
+        (found,) = torch.autograd.grad(BACKWARDS[name](values, index).square().sum(), values)
+        return found
+
+    plain, expected = run(), most_allocated(run)
+    with MemoryLedger() as ledger:
+        watched = run()
+
+    assert torch.equal(plain, watched)
+    assert abs(ledger.peak_bytes - expected) <= 0.01 * expected
+
+
+def test_a_gradient_that_others_hold_is_not_overwritten() -> None:
+    """A hook that keeps a gradient keeps its values, although autograd accumulates in place."""
+    x, kept = torch.ones(3, requires_grad=True), []
+    y = x * 1
+    z = y * 1
+    z.register_hook(kept.append)
+    total = (z * 2).sum() + (y * 3).sum() + z.exp().sum()
+
+    with MemoryLedger():
+        total.backward()
+
+    assert torch.allclose(kept[0], 2 + torch.ones(3).exp())
 
 
 def test_a_trace_may_begin_in_the_middle() -> None:
