@@ -72,7 +72,8 @@ def test_backwards_allocate_as_without_a_mode(name: str) -> None:
 
 def test_a_gradient_that_others_hold_is_not_overwritten() -> None:
     """A hook that keeps a gradient keeps its values, although autograd accumulates in place."""
-    x, kept = torch.ones(3, requires_grad=True), []
+    kept: list[torch.Tensor] = []
+    x = torch.ones(3, requires_grad=True)
     y = x * 1
     z = y * 1
     z.register_hook(kept.append)

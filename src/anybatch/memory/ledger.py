@@ -15,11 +15,10 @@ from anybatch.core.torch_internals import is_in_backward, storage_key
 from anybatch.memory.torch_internals import (
     FakeTensor,
     TorchDispatchMode,
-    is_reused_by_autograd,
+    is_overwritten,
     is_traceable_wrapper_subclass_type,
     is_view,
     tree_leaves,
-    uses_if_owned,
 )
 from anybatch.memory.trace import Allocation, Category, MemoryTrace, Phase
 
@@ -37,35 +36,22 @@ DEVICE = torch.ops.prim.device.default
 
 _aten = torch.ops.aten
 _IN_PLACE: Mapping[Any, Any] = {
-    _aten.add.Tensor: _aten.add_.Tensor,
-    _aten.scatter_add.default: _aten.scatter_add_.default,
-    _aten.index_add.default: _aten.index_add_.default,
-    _aten.index_put.default: _aten.index_put_.default,
-}
+    getattr(_aten, name).default: getattr(_aten, f"{name}_").default
+    for name in ("scatter_add", "index_add", "index_put")
+} | {_aten.add.Tensor: _aten.add_.Tensor}
 """Operations that autograd runs out of place only under a mode, and their usual counterparts."""
 
 _SUMS = frozenset({_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim})
 """Operations whose kernel begins with a copy of its argument if the result has another type."""
 
-_COPIES_LAST = frozenset({_aten.mkldnn_rnn_layer_backward.default})
-"""Operations whose kernel copies its last argument."""
-
 
 def as_without_mode(func: Any, args: tuple[Any, ...]) -> Any:  # noqa: ANN401 (torch has no public name for this type)
     """Return the in-place operation that autograd would run without a mode; None if that is the same operation."""
     in_place = _IN_PLACE.get(func)
-    if in_place is None or not is_in_backward() or not is_reused_by_autograd(args[0]):
+    if in_place is None or not is_in_backward() or not is_overwritten(args[0]):
         return None
-    return in_place if _adds_alike(func, args) else None
-
-
-def _adds_alike(func: Any, args: tuple[Any, ...]) -> bool:  # noqa: ANN401 (as above)
-    """Return whether a sum has the shape and type of its first tensor; True for other operations."""
-    if func is not _aten.add.Tensor:
-        return True
-    first, second = args[:2]
-    alike = isinstance(second, torch.Tensor) and second.layout is first.layout is torch.strided
-    return alike and first.shape == second.shape and first.dtype == second.dtype
+    kinds = {(tensor.shape, tensor.dtype, tensor.layout) for tensor in args if isinstance(tensor, torch.Tensor)}
+    return in_place if func is not _aten.add.Tensor or len(kinds) == 1 else None
 
 
 class MemoryLedger(TorchDispatchMode):
@@ -84,7 +70,6 @@ class MemoryLedger(TorchDispatchMode):
         pool: PoolSelector | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        uses_if_owned()
         self.held_bytes = 0
         self.peak_bytes = 0
         self.phase: Phase | None = None
@@ -119,8 +104,7 @@ class MemoryLedger(TorchDispatchMode):
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # torch then calls this again with the tensors inside the wrapper, such as a DTensor
         kwargs = kwargs or {}
-        in_place = as_without_mode(func, args)
-        result = func(*args, **kwargs) if in_place is None else in_place(*args, **kwargs)
+        result = (as_without_mode(func, args) or func)(*args, **kwargs)
         self._record_operation(func, args, kwargs, result)
         return result
 
@@ -192,26 +176,17 @@ class MemoryLedger(TorchDispatchMode):
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and not (is_view(func) and self._is_being_loaded(leaf)):
                 self._record_tensor(leaf, str(func))
-        if copied := self._copied_bytes(func, args, result):
-            self._record_copy(copied, str(func))
+        # Kernels of CUDA add 16-bit values in float32 without a copy.
+        is_cast = func in _SUMS and args[0].dtype is not result.dtype
+        if is_cast and not (self.sums_without_cast and result.dtype is torch.float32):
+            self._record_copy(args[0].numel() * result.element_size(), str(func))
 
     def _record_copy(self, num_bytes: int, operation: str) -> None:
         """Record memory that an operation frees before it returns."""
-        number = self._record_allocation(num_bytes, operation)
+        self._events.append(-(self._record_allocation(num_bytes, operation) + 1))
         if self._on_allocation is not None:
             self._on_allocation(self.held_bytes, num_bytes, operation)
-        self._events.append(-(number + 1))
         self.held_bytes -= num_bytes
-
-    def _copied_bytes(self, func: Any, args: tuple[Any, ...], result: Any) -> int:  # noqa: ANN401 (as torch)
-        """Return the bytes of an argument that an operation copies."""
-        if func in _COPIES_LAST:
-            return int(args[-1].nbytes)
-        # Kernels of CUDA add 16-bit values in float32 without a copy.
-        if func not in _SUMS or args[0].dtype is result.dtype:
-            return 0
-        is_free = self.sums_without_cast and result.dtype is torch.float32
-        return 0 if is_free else int(args[0].numel()) * int(result.element_size())
 
     def _is_being_loaded(self, view: torch.Tensor) -> bool:
         """Return whether a view in the phase "setup" is part of an unrecorded storage, such as a data set's."""

@@ -6,6 +6,8 @@ this module too, to measure the memory of an optimizer's first step.
 """
 
 from functools import cache
+from itertools import dropwhile
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -32,11 +34,36 @@ def is_view(func: Any) -> bool:  # noqa: ANN401 (torch has no public name for th
     return not is_new and any(alias is not None and not alias.is_write for alias in aliases)
 
 
+_OWNED = (4, 2)
+"""How often a mode sees a tensor and its storage used that only autograd's C++ code holds, in torch 2.13."""
+
+
+def is_overwritten(tensor: torch.Tensor) -> bool:
+    """Return whether autograd would overwrite a tensor that it adds to, if no mode watched it.
+
+    It does if it alone holds the tensor, except under a mode (`isTensorSubclassLike`) and in second derivatives.
+    """
+    node = torch._C._current_autograd_node()
+    if torch.is_grad_enabled() or node is None or "BackwardBackward" in node.name():
+        return False
+    # With other counts in another version, a shared tensor of a real step might look like an owned one.
+    if not isinstance(tensor, FakeTensor) and not torch.__version__.startswith("2.13."):
+        return False
+    frames = ((frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame, _ in walk_stack(None))
+    outside = dropwhile(lambda row: row[1] != "__torch_dispatch__", frames)
+    callers = (name for module, name in outside if not module.startswith(("torch._dynamo", "torch._compile")))
+    next(callers, None)
+    uses = tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    # Autograd runs in the thread that calls `backward`, or in one of its own.
+    return next(callers, "_engine_run_backward") == "_engine_run_backward" and uses == _OWNED
+
+
 __all__ = [
     "DataDependentOutputException",
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "is_overwritten",
     "is_traceable_wrapper_subclass_type",
     "is_view",
     "tree_leaves",

@@ -5,8 +5,7 @@ sizes, and the memory in use after event `t` is linear too: `A_t + B_t m`. The p
 
     peak(m) = max over t of (A_t + B_t m)
 
-The peak itself is not linear: at small `m` it is in the optimizer step, at large `m` in the loss or the backward of a
-layer. A line through two peaks has an error of up to 91%.
+The peak itself is not linear: a line through two peaks has an error of up to 91%.
 """
 
 import itertools
@@ -118,7 +117,6 @@ class MemoryEnvelope:
         """
         if self.peak_bytes(1) > budget_bytes:
             return 0
-        # Use the slope of the total, not of single allocations: memory that grows may be freed and allocated again.
         grows = self.held.slope > 0
         if not bool(grows.any()):
             return None
@@ -139,95 +137,68 @@ class MemoryEnvelope:
         for event in self.trace.events[: index + 1]:
             number = abs(event) - 1
             by_category[self.trace.allocations[number].category] += sizes[number] if event > 0 else -sizes[number]
-        before = [name for position, name in self.trace.marks if position <= index]
-        mark = before[-1] if before else ""
+        mark = next((name for position, name in reversed(self.trace.marks) if position <= index), "")
         return Peak(int(held[index]), by_category, last.phase, last.operation, index, mark)
 
     def at(self, m: int) -> MemoryTrace:
         """Return the trace for micro-batch size `m`."""
-        rows = zip(self.trace.allocations, self.sizes(m), strict=True)
-        resized = tuple(replace(allocation, num_bytes=size) for allocation, size in rows)
-        return MemoryTrace(resized, self.trace.events, self.trace.marks)
+        resized = map(lambda one, size: replace(one, num_bytes=size), self.trace.allocations, self.sizes(m))
+        return MemoryTrace(tuple(resized), self.trace.events, self.trace.marks)
 
 
 def fit(trace_a: MemoryTrace, m_a: int, trace_b: MemoryTrace, m_b: int) -> MemoryEnvelope:
     """Return the envelope from two traces of the same program, at two different micro-batch sizes `m_a` and `m_b`.
 
     Avoid size 1: programs treat a single sample differently (squeezed axes, broadcasting). Raises a `PlanError` if the
-    traces have different operations, or if the slope of an allocation is not a whole number of bytes.
+    traces have different operations. Growth by less than a whole byte is for `check` to find.
     """
-    if m_a == m_b or min(m_a, m_b) < 1:
-        message = f"the two traces must be at different micro-batch sizes of at least 1, not at {m_a} and {m_b}."
-        raise PlanError(message)
-    first, second = in_order(trace_a), in_order(trace_b)
-    check_same_structure(first, m_a, second, m_b)
-    s_a, s_b = _sizes(first), _sizes(second)
-    # Integer slopes keep predictions exact; a remainder means that a size is rounded or depends on the data.
-    remainders = (s_b - s_a) % (m_b - m_a)
-    if bool(remainders.any()):
-        allocation = first.allocations[int(remainders.ne(0).nonzero()[0])]
-        message = (
-            f"the memory of {allocation.operation or 'earlier tensors'} ({allocation.phase}) does not grow linearly "
-            f"with the micro-batch size (traced at {m_a} and {m_b}). It is rounded up somewhere, or depends on the "
-            "data. Let the engine try sizes instead (micro_batch_size='auto')."
-        )
-        raise PlanError(message)
-    slope = (s_b - s_a).div(m_b - m_a, rounding_mode="floor")
-    sizes = Lines(s_a - slope * m_a, slope)
-    return MemoryEnvelope(first, sizes, sizes, (m_a, m_b)).with_sizes(sizes)
+    check_same_structure(trace_a, m_a, trace_b, m_b)
+    slope = (_sizes(trace_b) - _sizes(trace_a)).div(m_b - m_a, rounding_mode="floor")
+    sizes = Lines(_sizes(trace_a) - slope * m_a, slope)
+    return MemoryEnvelope(trace_a, sizes, sizes, (m_a, m_b)).with_sizes(sizes)
 
 
 def check(envelope: MemoryEnvelope, trace: MemoryTrace, m: int) -> None:
     """Raise a `PlanError` unless an envelope predicts a third trace of the same step, at micro-batch size `m`."""
-    third = in_order(trace)
-    check_same_structure(envelope.trace, envelope.traced[0], third, m)
-    for allocation, predicted in zip(third.allocations, envelope.sizes(m), strict=True):
-        if allocation.num_bytes != predicted:
-            message = (
-                f"memory does not grow linearly with the micro-batch size. With {m} samples, "
-                f"{allocation.operation or 'earlier tensors'} ({allocation.phase}) took {allocation.num_bytes:,} "
-                f"bytes instead of {predicted:,}. Let the engine try sizes instead (micro_batch_size='auto')."
-            )
-            raise PlanError(message)
-
-
-def in_order(trace: MemoryTrace) -> MemoryTrace:
-    """Return the trace with consecutive frees sorted by allocation, to make traces of two runs comparable.
-
-    The order of consecutive frees may differ from run to run, because caches are emptied in the order of pointers. It
-    affects no peak.
-    """
-    ends = {position for position, _ in trace.marks}
-    events: list[int] = []
-    freed: list[int] = []
-    for position, event in enumerate(trace.events):
-        if event > 0 or position in ends:
-            # In descending order, because the events of frees are negative numbers.
-            events += sorted(freed, reverse=True)
-            freed = []
-        (events if event > 0 else freed).append(event)
-    return MemoryTrace(trace.allocations, (*events, *sorted(freed, reverse=True)), trace.marks)
+    check_same_structure(envelope.trace, envelope.traced[0], trace, m)
+    differences = (_sizes(trace) != envelope.allocated.at(m)).nonzero()
+    if len(differences):
+        found, predicted = trace.allocations[int(differences[0])], envelope.sizes(m)[int(differences[0])]
+        message = (
+            f"memory does not grow linearly with the micro-batch size. With {m} samples, "
+            f"{found.operation or 'earlier tensors'} ({found.phase}) took {found.num_bytes:,} bytes instead of "
+            f"{predicted:,}. Let the engine try sizes instead (micro_batch_size='auto')."
+        )
+        raise PlanError(message)
 
 
 def check_same_structure(trace_a: MemoryTrace, m_a: int, trace_b: MemoryTrace, m_b: int) -> None:
     """Raise a `PlanError` if two traces (at micro-batch sizes `m_a` and `m_b`) differ in more than sizes."""
-    for position, (event_a, event_b) in enumerate(itertools.zip_longest(trace_a.events, trace_b.events)):
-        what_a, what_b = _description(trace_a, event_a), _description(trace_b, event_b)
-        if event_a != event_b or what_a != what_b:
+    for number, rows in enumerate(itertools.zip_longest(_program(trace_a), _program(trace_b))):
+        if rows[0] != rows[1]:
+            what = " and ".join("nothing" if row is None else f"{row[0]} ({row[1]})" for row in rows)
             message = (
-                f"steps with micro-batches of {m_a} and {m_b} samples run different operations. So memory at other "
-                f"sizes cannot be predicted: event {position} is {what_a} in one and {what_b} in the other. Let the "
-                "engine try sizes (micro_batch_size='auto'), or remove branches that depend on the data."
+                f"steps with micro-batches of {m_a} and {m_b} samples run different operations, so memory at other "
+                f"sizes cannot be predicted: allocation {number} is {what}. Let the engine try sizes "
+                "(micro_batch_size='auto'), or remove branches that depend on the data."
             )
             raise PlanError(message)
 
 
-def _description(trace: MemoryTrace, event: int | None) -> str:
-    if event is None:
-        return "missing"
-    allocation = trace.allocations[abs(event) - 1]
-    what = f"{allocation.operation or f'earlier tensors ({allocation.category})'} in {allocation.phase}"
-    return what if event > 0 else f"the free of memory allocated by {what}"
+def _program(trace: MemoryTrace) -> list[tuple[str, Phase, int]]:
+    """Return operation (or category) and phase of each allocation, and the number of allocations before its free.
+
+    The order of consecutive frees is left out: caches are emptied in the order of pointers, and it affects no peak.
+    """
+    freed, made = [0] * len(trace.allocations), 0
+    for event in trace.events:
+        if event > 0:
+            made += 1
+        else:
+            freed[-event - 1] = made
+    return [
+        (each.operation or each.category, each.phase, at) for each, at in zip(trace.allocations, freed, strict=True)
+    ]
 
 
 def _sizes(trace: MemoryTrace) -> Int64[torch.Tensor, " allocation"]:
@@ -292,12 +263,16 @@ def timeline(trace: MemoryTrace) -> MemoryTimeline:
     # The first moment is the last event that allocates memory from before the trace.
     first = _num_older_allocations(trace) - 1
     is_used = held.any(0)
-    phases, operations = _phases_and_operations(trace)
+    # A free has no phase, and gets the phase of the allocation before it.
+    named = [trace.allocations[event - 1] if event > 0 else None for event in trace.events]
+    phases: list[Phase] = []
+    for each in named:
+        phases.append(phases[-1] if each is None else each.phase)
     return MemoryTimeline(
         categories=tuple(itertools.compress(ORDER, is_used.tolist())),
         held_bytes=held[first:, is_used],
         phases=phases[first:],
-        operations=operations[first:],
+        operations=["" if each is None else each.operation for each in named[first:]],
         marks=tuple((max(0, position - first), name) for position, name in trace.marks),
     )
 
@@ -308,18 +283,3 @@ def _num_older_allocations(trace: MemoryTrace) -> int:
         if event < 0 or trace.allocations[event - 1].operation:
             return max(1, number)
     return len(trace.events)
-
-
-def _phases_and_operations(trace: MemoryTrace) -> tuple[list[Phase], list[str]]:
-    """Return the phase and the operation of each event."""
-    phases: list[Phase] = []
-    operations: list[str] = []
-    # A free has no phase, and gets the phase of the allocation before it.
-    phase = trace.allocations[0].phase
-    for event in trace.events:
-        allocation = trace.allocations[abs(event) - 1]
-        if event > 0:
-            phase = allocation.phase
-        phases.append(phase)
-        operations.append(allocation.operation if event > 0 else "")
-    return phases, operations

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from anybatch.core.torch_internals import storage_key
-from anybatch.memory.ledger import DEVICE, MemoryLedger, OperationObserver, PoolSelector
+from anybatch.memory.ledger import DEVICE, MemoryLedger, OperationObserver, PoolSelector, as_without_mode
 from anybatch.memory.torch_internals import FakeTensor, FakeTensorMode, is_traceable_wrapper_subclass_type
 from anybatch.planner.refusals import WATCHED
 from anybatch.planner.torch_internals import (
@@ -147,7 +147,7 @@ class FakeLedger(MemoryLedger):
             if kind is not FakeTensor and is_traceable_wrapper_subclass_type(kind):
                 return NotImplemented  # torch calls again with its inner tensors
         kwargs = kwargs or {}
-        result = self._result(func, args, kwargs)
+        result = self._result(as_without_mode(func, args) or func, args, kwargs)
         self._record_operation(func, args, kwargs, result)
         return result
 
