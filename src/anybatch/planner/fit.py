@@ -47,7 +47,7 @@ class Fit:
     micro_batch_size: int  # the proposed size: a rank's samples in even parts of at most `largest`; 1 if nothing fits
     accumulation_steps: int  # micro-batches per rank and step
     peak: Peak  # the moment of peak memory, at that size
-    reserved_bytes: int  # memory that the allocator reserves at that size under the budget
+    reserved_bytes: int  # memory that the allocator reserves at that size on the device
     envelope: MemoryEnvelope  # memory at any size, of the step (first or later) with the higher peak
     on_cpu: bool  # whether the memory belongs to a CPU, which has no caching allocator
     limit: Binding  # the limit that a larger size would exceed
@@ -108,8 +108,9 @@ def fit_of(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, change: Cha
     # The first step also allocates the optimizer's state, and may need more than all later ones.
     envelope = max((envelopes.steady, envelopes.first), key=lambda envelope: envelope.peak_bytes(size))
     reserved = freely = envelopes.reserved_bytes(size, expandable=expandable)
-    if largest >= size:  # with a limit, the allocator frees cached segments instead of reserving more
-        reserved = max(envelopes.peak_bytes(size), min(reserved, usable))
+    if largest >= size:  # at the end of the device, not of the headroom, the allocator frees cached segments
+        limit = target.budget.total_bytes - target.budget.overhead_bytes
+        reserved = max(envelopes.peak_bytes(size), min(freely, limit))
     return Fit(
         change=change or Change(name=""),
         world_size=spec.world_size,

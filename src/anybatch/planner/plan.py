@@ -9,6 +9,8 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+import torch
+
 from anybatch.core.splitting import BatchPlan, SplitOptions, plan_batch
 from anybatch.core.units import columns, in_bytes, per_second, three_digits
 from anybatch.diagnostics.memory_pictures import MemoryPicture, draw_memory, memory_bars
@@ -30,6 +32,7 @@ from anybatch.planner.fit import (
     propose,
     reshaped,
 )
+from anybatch.planner.stand_ins import FourBitLinear
 from anybatch.planner.step_spec import StepSpec, as_module, built
 from anybatch.planner.step_time import StepSeconds
 
@@ -145,11 +148,12 @@ def _seconds_text(seconds: StepSeconds) -> str:
 
 def _fitting(plan: Plan) -> dict[str, str]:
     fit, budget = plan.baseline, plan.budget
-    left, headroom = 1.0 - (fit.reserved_bytes + budget.overhead_bytes) / budget.total_bytes, 100 * budget.headroom
+    left, headroom = 1.0 - (fit.reserved_bytes + budget.overhead_bytes) / budget.total_bytes, budget.headroom
+    kept = "at least the" if left >= headroom else "after the allocator's cache, which may use the"
     return {
         "fits": f"micro-batches of {fit.micro_batch_size}: {plan.batch}",
         "peak": f"{peak_text(fit, budget)}, {_moment(fit)}",
-        "left": f"{100 * left:.0f}% of the device, at least the headroom of {headroom:.0f}% ({budget.why})",
+        "left": f"{left:.0%} of the device, {kept} headroom of {headroom:.0%} ({budget.why})",
         "largest": f"{fit.largest}{_bound(plan)}",
     }
 
@@ -171,7 +175,7 @@ def _bound(plan: Plan) -> str:
 def _nothing_fits(plan: Plan) -> dict[str, str]:
     """Return the rows if not even one sample fits, with the fastest change that would fit."""
     fit, usable = plan.baseline, max(0, plan.budget.usable_bytes)
-    # A category that alone exceeds the budget is the reason, regardless of the others.
+    state = {name: fit.peak.by_category[name] for name in ("weights", "buffers", "gradients", "optimizer")}
     nothing_left = (
         f"libraries take {in_bytes(plan.budget.overhead_bytes)} of "
         f"{in_bytes(plan.budget.total_bytes)}, and {100 * plan.budget.headroom:.0f}% is kept free"
@@ -179,8 +183,10 @@ def _nothing_fits(plan: Plan) -> dict[str, str]:
     alone = [(size, name) for name, size in fit.peak.by_category.items() if size > usable]
     if not usable:
         term = nothing_left
+    elif sum(state.values()) > usable and not any(name in state for _, name in alone):
+        term = " and ".join(f"{name} ({in_bytes(size)})" for name, size in state.items() if size) + " alone exceed it"
     elif alone:
-        size, name = max(alone)
+        size, name = max(alone, key=lambda row: (row[1] in state, row[0]))
         term = f"the {name} alone {'takes' if name == 'optimizer' else 'take'} {in_bytes(size)}"
     else:
         largest = sorted(((size, name) for name, size in fit.peak.by_category.items()), reverse=True)[:3]
@@ -391,7 +397,7 @@ def make_plan(
     device_bytes = None if spec.profile == "cpu" else budget.total_bytes
     spec = dataclasses.replace(spec, device_bytes=device_bytes, device=budget.device)
     ready, reason = built(spec)
-    parameters = list(as_module(ready.trained.model).parameters())
+    parameters, modules = (list(getattr(as_module(ready.trained.model), name)()) for name in ("parameters", "modules"))
     target = PlanTarget(
         budget=budget,
         effective_batch_size=effective_batch_size,
@@ -409,7 +415,8 @@ def make_plan(
     return Plan(
         name=name,
         spec=spec,
-        num_parameters=sum(parameter.numel() for parameter in parameters),
+        num_parameters=sum(parameter.numel() for parameter in parameters if parameter.dtype is not torch.uint8)
+        + sum(each.shape[0] * each.shape[1] for each in modules if isinstance(each, FourBitLinear)),
         optimizer=optimizer_name(ready.trained),
         precision=ready.trained.precision,
         target=target,

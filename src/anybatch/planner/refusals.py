@@ -34,18 +34,6 @@ def check_strategy(strategy: str | Callable[[], Strategy]) -> None:
         raise CannotPlanError(message)
 
 
-def check_described(modules: nn.Module) -> None:
-    """Reject layers whose kernels keep memory that a trace does not show."""
-    for name, module in modules.named_modules():
-        if isinstance(module, nn.RNNBase):
-            message = (
-                f"cannot plan this step: {name or 'model'!r} is a recurrent layer ({type(module).__name__}), whose "
-                "kernels keep memory for the backward that a trace does not show. Use micro_batch_size='auto', which "
-                "tries sizes on the device."
-            )
-            raise CannotPlanError(message)
-
-
 MAX_OPERATIONS = 200_000
 """Maximum operations of a traced step: more would take many minutes. GPT-2 XL has 13,500."""
 
@@ -63,9 +51,12 @@ def check_loop_length(num_operations: int) -> None:
 
 def untraced_features(modules: nn.Module) -> tuple[str, ...]:
     """Return notes on features that a trace does not follow, and how they affect the plan."""
+    notes = []
     if any(map(is_compiled, modules.modules())):
-        return ("the plan is for the model without torch.compile; published compiled runs need 2 to 8% less memory",)
-    return ()
+        notes.append("planned without torch.compile; published compiled runs need 2 to 8% less memory")
+    if any(isinstance(module, nn.RNNBase) for module in modules.modules()):
+        notes.append("recurrent layers are planned with torch's own kernels; cuDNN and oneDNN keep other memory")
+    return tuple(notes)
 
 
 _OURS = Path(__file__).resolve().parents[1]
@@ -154,10 +145,8 @@ class HostReads(TorchDispatchMode):
     The check of fp16 gradients for overflow finds no overflow, since the update would be skipped otherwise.
 
     With real data the program might branch differently. To detect this, the program runs again with other made-up
-    values (`other`), and the two traces are compared.
-
-    A number drawn by `torch.rand` is assumed to be near 1 (with `other`: near 0), also in comparisons. It is never 0,
-    so a layer with drop probability 0 is never dropped. (`torch.rand` returns 0 once in 16 million.)
+    values (`other`), and the two traces are compared. A number drawn by `torch.rand` is near 1 (with `other`: near 0),
+    also in comparisons, and never 0, so that a layer with drop probability 0 is never dropped.
     """
 
     def __init__(self, phase: Callable[[], Phase], *, other: bool = False) -> None:

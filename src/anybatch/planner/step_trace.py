@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.core.batch import LaterUnits, Position, Positions
@@ -29,7 +30,6 @@ from anybatch.planner.fake_tensor_cache import FakeLedger, fake_mode
 from anybatch.planner.refusals import (
     HostReads,
     as_planning_errors,
-    check_described,
     check_loop_length,
     check_strategy,
     untraced_features,
@@ -91,7 +91,11 @@ def trace_step(
         twin = _TwinRun(spec, fake_mode(), world)
         try:
             reads = HostReads(lambda: twin.reading_phase, other=other_answers)
-            return _two_steps(twin, reads, micro_batch_size)
+            # oneDNN's LSTM has no fake implementation.
+            with torch.backends.mkldnn.flags(
+                enabled=not any(isinstance(each, nn.LSTM) for each in twin.modules.modules())
+            ):
+                return _two_steps(twin, reads, micro_batch_size)
         finally:
             twin.ledger.forget()
 
@@ -138,6 +142,7 @@ class _TwinRun:
 
     def __init__(self, spec: StepSpec, mode: FakeTensorMode, world: World) -> None:
         self.ledger = FakeLedger(mode, on_operation=self._operation, pool=StreamPools(), cache=spec.cache)
+        self.ledger.sums_without_cast = spec.profile == "cuda"
         self._recorder: OperationRecorder | None = None
         self._num_operations = 0
         self.computing = False
@@ -162,7 +167,6 @@ class _TwinRun:
         self.modules = collect_modules(self._model, self._loss)
         # Plan for training even if the user's model is in eval mode; this changes only the copy.
         self.modules.train()
-        check_described(self.modules)
         self._engine: Engine | None = None
         self.first_event = 0
         self.sharded = False

@@ -117,6 +117,11 @@ def plan(
     subject = _subject(what, None if isinstance(optimizer, str) else optimizer, loss, sample, sequence_length)
     if isinstance(optimizer, str):
         subject = with_optimizer(subject, optimizer)
+    mask = subject.sample.get("attention_mask") if isinstance(subject.sample, dict) else None
+    if isinstance(mask, torch.Tensor) and mask.device.type != "meta" and bool(mask.all()):
+        sample = {name: value for name, value in subject.sample.items() if name != "attention_mask"}
+        note = "the sample's attention_mask hides nothing, so it is left out, as models of transformers do"
+        subject = dataclasses.replace(subject, sample=sample, notes=(*subject.notes, note))
     size, is_open = effective_batch_size, precision is None
     if size is None and subject.settings is not None:
         size = subject.settings.largest_batch_size
