@@ -20,6 +20,7 @@ from anybatch.planner.changes import named_change
 from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.fit import PlanTarget, propose
 from anybatch.planner.plan import Plan, draw_plan, make_plan
+from anybatch.planner.stand_ins import FourBitLinear
 from anybatch.planner.step_spec import StepSpec
 from anybatch.planner.step_trace import trace_step
 from tests.planner.step_specs import step_spec
@@ -27,6 +28,7 @@ from tests.planner.test_combinations import Net, adamw, classes
 
 VOCABULARY, TIME, WIDTH = 8192, 1024, 16
 MIB = 2**20
+_STATE = ("weights", "gradients", "optimizer")
 
 
 class Language(nn.Module):
@@ -138,6 +140,34 @@ def test_one_part_is_named_if_it_is_too_large_alone() -> None:
 
     assert sizes[largest] > plan.budget.usable_bytes
     assert f"the {largest} " in plan.summary()["because"]
+
+
+def test_state_is_named_if_it_is_too_large_together() -> None:
+    """If weights, gradients and optimizer exceed the budget together, they are the reason, not the activations."""
+    spec = spec_of_classes(num_blocks=8, width=512)
+    state = sum(
+        planned(spec, "2GiB", 4).baseline.peak.by_category[name] for name in ("weights", "gradients", "optimizer")
+    )
+    plan = planned(spec, f"{state // MIB + 530}MiB", 4)
+
+    assert max(plan.baseline.peak.by_category.values()) < plan.budget.usable_bytes < state
+    assert all(name in plan.summary()["because"] for name in _STATE)
+
+
+def test_weights_in_4_bits_are_counted_one_by_one() -> None:
+    """The number of parameters of a 4-bit layer is that of the layer it replaces, and one for its scales."""
+    layer = nn.Linear(64, 128)
+    spec = dataclasses.replace(
+        spec_of_classes(),
+        train=lambda: TrainSpec(
+            model=nn.Sequential(FourBitLinear(layer), nn.Linear(128, 4)),
+            optimizer=lambda named: torch.optim.SGD([p for _, p in named if p.requires_grad], lr=0.1),
+            loss=ab.mean_over_samples(lambda model, batch: model(batch["x"]).float().square().mean()),
+        ),
+        sample={"x": torch.zeros(1, 64)},
+    )
+
+    assert planned(spec, "2GiB", 4).num_parameters == 64 * 128 + 128 + 128 * 4 + 4 + 1
 
 
 def test_budget_excludes_other_memory() -> None:

@@ -67,6 +67,24 @@ def test_a_job_is_planned() -> None:
     assert plan.baseline.seconds is None
 
 
+def test_a_mask_that_hides_nothing_is_left_out() -> None:
+    """A mask of ones in the sample is left out with a note, as models of transformers do; another mask is kept."""
+
+    def masked(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        rows = model(batch["x"])
+        return (rows * batch["attention_mask"].unsqueeze(-1) if "attention_mask" in batch else rows).square().mean()
+
+    def of(mask: torch.Tensor) -> Plan:
+        sample = {"x": torch.zeros(1, 9, 4), "attention_mask": mask}
+        options: dict[str, Any] = {"device": "cpu:8MiB", "effective_batch_size": 8, "proposals": False}
+        return ab.plan(lambda: nn.Linear(4, 4), None, ab.mean_over_samples(masked), sample, **options)
+
+    without, kept = of(torch.ones(1, 9, dtype=torch.long)), of(torch.zeros(1, 9, dtype=torch.long))
+
+    assert [any("attention_mask" in note for note in plan.notes) for plan in (without, kept)] == [True, False]
+    assert without.baseline.peak.num_bytes < kept.baseline.peak.num_bytes
+
+
 class Block(nn.Module):
     """A layer with BatchNorm."""
 
