@@ -4,6 +4,7 @@ It records the storages of the results of operations, on any device and of fake 
 which a kernel frees before it returns.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -153,6 +154,9 @@ class MemoryLedger(TorchDispatchMode):
         allocated = [event for event in part if event > 0]
         renumbered = {old: new for new, old in enumerate((*initial, *allocated), start=1)}
         events = [renumbered[event] if event > 0 else -renumbered[-event] for event in (*initial, *part)]
+        # Caches are emptied in the order of pointers; sorted, equal steps have equal traces.
+        groups = itertools.groupby(events, key=lambda event: event < 0)
+        events = [event for is_free, group in groups for event in (sorted(group, reverse=True) if is_free else group)]
         marks = [(at - start + len(initial), name) for at, name in self._marks if 0 <= at - start <= len(part)]
         # Memory from before `start` was allocated outside of this part, so its phase and operation are dropped.
         older = (replace(self._allocations[number - 1], phase="setup", operation="") for number in initial)
@@ -190,7 +194,6 @@ class MemoryLedger(TorchDispatchMode):
 
     def _is_being_loaded(self, view: torch.Tensor) -> bool:
         """Return whether a view in the phase "setup" is part of an unrecorded storage, such as a data set's."""
-        # The memory of a data set is not memory of the step, even if a sample is a view of it.
         if self.phase != "setup":
             return False
         storage = storage_or_none(view)
@@ -211,7 +214,6 @@ class MemoryLedger(TorchDispatchMode):
     def _record_storage(self, storage: torch.UntypedStorage, operation: str) -> int | None:
         """Record a storage if it is new; return its number, or None if it has no memory."""
         address, num_bytes = storage_key(storage), storage.nbytes()
-        # A storage is recorded once for all tensors that view it.
         known = self._live.get(address)
         if known is not None:
             if self._allocations[known[0]].num_bytes == num_bytes:

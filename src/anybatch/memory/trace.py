@@ -129,7 +129,6 @@ class MemoryEnvelope:
             message = "the trace is empty: no tensor was allocated while memory was recorded. Record a step."
             raise PlanError(message)
         held = self.held.at(m)
-        # argmax returns the first of several equal peaks.
         index = int(held.argmax())
         last = self.trace.allocations[abs(self.trace.events[index]) - 1]
         sizes = self.sizes(m)
@@ -188,7 +187,7 @@ def check_same_structure(trace_a: MemoryTrace, m_a: int, trace_b: MemoryTrace, m
 def _program(trace: MemoryTrace) -> list[tuple[str, Phase, int]]:
     """Return operation (or category) and phase of each allocation, and the number of allocations before its free.
 
-    The order of consecutive frees is left out: caches are emptied in the order of pointers, and it affects no peak.
+    The order of consecutive frees is left out, since it affects no peak.
     """
     freed, made = [0] * len(trace.allocations), 0
     for event in trace.events:
@@ -260,7 +259,6 @@ def timeline(trace: MemoryTrace) -> MemoryTimeline:
     changes = torch.zeros(len(events), len(ORDER), dtype=torch.int64)
     changes[torch.arange(len(events)), codes[numbers]] = events.sign() * sizes[numbers]
     held = changes.cumsum(0)
-    # The first moment is the last event that allocates memory from before the trace.
     first = _num_older_allocations(trace) - 1
     is_used = held.any(0)
     # A free has no phase, and gets the phase of the allocation before it.
