@@ -72,7 +72,8 @@ def test_a_mask_that_hides_nothing_is_left_out() -> None:
 
     def masked(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         rows = model(batch["x"])
-        return (rows * batch["attention_mask"].unsqueeze(-1) if "attention_mask" in batch else rows).square().mean()
+        shown: torch.Tensor = rows * batch["attention_mask"].unsqueeze(-1) if "attention_mask" in batch else rows
+        return shown.square().mean()
 
     def of(mask: torch.Tensor) -> Plan:
         sample = {"x": torch.zeros(1, 9, 4), "attention_mask": mask}
