@@ -119,9 +119,9 @@ def plan(
         subject = with_optimizer(subject, optimizer)
     mask = subject.sample.get("attention_mask") if isinstance(subject.sample, dict) else None
     if isinstance(mask, torch.Tensor) and mask.device.type != "meta" and bool(mask.all()):
-        sample = {name: value for name, value in subject.sample.items() if name != "attention_mask"}
-        note = "the sample's attention_mask hides nothing, so it is left out, as models of transformers do"
-        subject = dataclasses.replace(subject, sample=sample, notes=(*subject.notes, note))
+        notes = (*subject.notes, "left out the sample's attention_mask of ones, as models of transformers do")
+        rest = {name: value for name, value in subject.sample.items() if name != "attention_mask"}
+        subject = dataclasses.replace(subject, sample=rest, notes=notes)
     size, is_open = effective_batch_size, precision is None
     if size is None and subject.settings is not None:
         size = subject.settings.largest_batch_size
@@ -139,8 +139,7 @@ def plan(
         sample=subject.sample,
         strategy=strategy,
         world_size=world_size,
-        # On a CPU the user's whole batch is in the planned memory; an accelerator receives one micro-batch at a time.
-        input_samples=ceil_div(size, world_size) if on_cpu and subject.makes_batches else None,
+        input_samples=ceil_div(size, world_size) if on_cpu and subject.makes_batches else None,  # the whole batch
         called=subject.called,
         device=budget.device,
         profile="cpu" if on_cpu else "cuda",
