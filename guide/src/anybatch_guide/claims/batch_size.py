@@ -154,11 +154,12 @@ BATCH_SIZE_CLAIMS = (
         texts={
             "only_if": (
                 "To reach a held-out loss of 0.3, batches of 256 need {steps_256} steps instead of the {steps_16} of "
-                "batches of 16, but {samples_256} samples instead of {samples_16}. Batches of 64 need {steps_64} steps "
-                "and {samples_64} samples. So training is faster only if a "
-                "sample costs less in a larger batch: on more devices, or if the fixed cost of a step or micro-batch "
-                "is high, as with this small network on one thread. In one pass, batches of 64 take {time_64} the "
-                "time, and batches of 256 {time_256}. In micro-batches of 16, batches of 256 take {time_accumulated}."
+                "batches of 16, but {samples_256} samples instead of {samples_16}; the last batch of an "
+                "epoch is smaller. Batches of 64 need {steps_64} steps and {samples_64} samples. So training is faster "
+                "only if a sample costs less in a larger batch: on more devices, or if the fixed cost of a step or "
+                "micro-batch is high, as with this small network on one thread. In one pass, batches of 64 take "
+                "{time_64} the time, and batches of 256 {time_256}. In micro-batches of 16, batches of 256 take "
+                "{time_accumulated}."
             ),
         },
         seconds=25,
@@ -186,10 +187,11 @@ BATCH_SIZE_CLAIMS = (
         ),
         texts={
             "only_if": (
-                "Only if the rule uses more than the batch sizes, such as the measured noise of the gradient. The "
-                "following numbers are for digits with SGD, digits with AdamW, and text with SGD. In the worst case, "
-                "the loss with linear scaling is {linear_digits_sgd}, {linear_digits_adamw} and {linear_text_sgd} the "
-                "loss with the best rate. With square-root scaling it is {sqrt_digits_sgd}, {sqrt_digits_adamw} and "
+                "Only if the rule uses more than the batch sizes, such as the measured noise of the gradient: "
+                "linear scaling works for digits with SGD in batches of 256, but not of 1,024. The following "
+                "numbers are for digits with SGD, digits with AdamW, and text with SGD. In the worst case, the loss "
+                "with linear scaling is {linear_digits_sgd}, {linear_digits_adamw} and {linear_text_sgd} the loss "
+                "with the best rate. With square-root scaling it is {sqrt_digits_sgd}, {sqrt_digits_adamw} and "
                 "{sqrt_text_sgd}, and with an unchanged rate {none_digits_sgd}, {none_digits_adamw} and "
                 "{none_text_sgd}. With the noise gain, measured in the middle of a run, it is {gain_digits_sgd}, "
                 "{gain_digits_adamw} and {gain_text_sgd}; but this rule also fails at some sizes of the larger study."

@@ -31,9 +31,10 @@ _CLAIMS = (
         texts={
             "true": (
                 "In four parts, the peak of the digits network falls from {peak_at_once} to {peak_in_four}: slightly "
-                "more than on the first screen, because the engine also holds the next micro-batch. Only activations "
-                "shrink with the micro-batch; weights, gradients and optimizer state keep their size. So a quarter of "
-                "the batch needs more than a quarter of the memory, and single samples still need {peak_one_by_one}."
+                "more than on the first screen, because anybatch's training engine also holds the next micro-batch. "
+                "Only activations shrink with the micro-batch; weights, gradients and optimizer state keep their "
+                "size. So a quarter of the batch needs more than a quarter of the memory, and single samples still "
+                "need {peak_one_by_one}."
             ),
         },
         seconds=2,
@@ -60,10 +61,11 @@ _CLAIMS = (
         ),
         texts={
             "only_if": (
-                "Equal micro-batches give the same gradient, up to rounding ({even_error}). On the digits network, it "
-                "is off by {uneven_error} if their sizes differ (24 + 24 + 16), {token_error} if sentences differ in "
-                "length, {batch_norm_error} with BatchNorm, and {dropout_error} with dropout. Weighting each "
-                "micro-batch by its number of samples or tokens fixes the first two, but not the last two."
+                "Equal micro-batches give the same gradient, up to rounding ({even_error}), if the network has "
+                "neither BatchNorm nor dropout. On the digits network, it is off by {uneven_error} if their sizes "
+                "differ (24 + 24 + 16), {token_error} if sentences differ in length, {batch_norm_error} with "
+                "BatchNorm, and {dropout_error} with dropout. Weighting each micro-batch by its number of samples or "
+                "tokens fixes the first two, but not the last two."
             ),
         },
         seconds=3,
@@ -295,8 +297,9 @@ _CLAIMS = (
         texts={
             "true": (
                 "With the small digits network on a CPU, the same 64 samples take {ratio_16} as long in four "
-                "micro-batches, and {ratio_1} one by one. In sixteen micro-batches, it is {ratio_4}. If a micro-batch "
-                "of 16 keeps the device busy, the first number is close to one."
+                "micro-batches, and {ratio_1} one by one; the larger transformer of the chapter on memory is not "
+                "slower in four. In sixteen micro-batches, it is {ratio_4}. If a micro-batch of 16 keeps the device "
+                "busy, the first number is close to one."
             ),
             "only_if": (
                 "Only if they are very small: 64 samples take {ratio_16} as long in four micro-batches, {ratio_4} in "
@@ -358,9 +361,10 @@ _CLAIMS = (
         texts={
             "only_if": (
                 "Only for equal micro-batches: if the digits are split 24 + 24 + 16, dividing by 3 makes an error of "
-                "{uneven_error} in the gradient. It is off by {token_error} for sentences of unequal length, and by "
-                "{even_error} if all micro-batches have the same number of items. If micro-batches are weighted by "
-                "their items, both are correct, up to {uneven_error_by_items} and {token_error_by_items}."
+                "{uneven_error} in the gradient (it depends on network and data). It is off by {token_error} for "
+                "sentences of unequal length, and by {even_error} if all micro-batches have the same number of items. "
+                "If micro-batches are weighted by their items, both are correct, up to {uneven_error_by_items} and "
+                "{token_error_by_items}."
             ),
         },
         seconds=2,
@@ -386,10 +390,10 @@ _CLAIMS = (
         ),
         texts={
             "only_if": (
-                "Only with SGD: in sixteen micro-batches of 4, the loss ends at {sgd_no_division} instead of "
-                "{sgd_right}, and with Adam at {adam_no_division} instead of {adam_right}. Random guessing gives "
-                "{chance}. Adam divides by the size of the gradient, so most of the factor cancels. Clipping and "
-                "weight decay in the loss are still wrong."
+                "Only with SGD and many micro-batches: in sixteen of 4, the loss ends at {sgd_no_division}, no better "
+                "than random guessing ({chance}), instead of {sgd_right}; with Adam it ends at {adam_no_division} "
+                "instead of {adam_right}. Adam divides by the size of the gradient, so most of the factor cancels. "
+                "Clipping and weight decay in the loss are still wrong."
             ),
         },
         seconds=25,
@@ -416,11 +420,12 @@ _CLAIMS = (
         ),
         texts={
             "only_if": (
-                "Only with one micro-batch per rank: SyncBatchNorm combines ranks, not micro-batches, so with four "
-                "micro-batches on one rank the gradient is still off by {sync_error}. It uses the statistics of ranks "
-                "that run at the same time, but not of micro-batches that run one after the other. On two ranks the "
-                "error is {sync_error_2_ranks}. It disappears ({sync_error_4_ranks}) only without accumulation. The "
-                "engine's exact BatchNorm computes the statistics over all micro-batches: {exact_error}."
+                "Only with one micro-batch per rank (the process of one device): SyncBatchNorm combines ranks, not "
+                "micro-batches, so with four micro-batches on one rank the gradient is still off by {sync_error}. It "
+                "uses the statistics of ranks that run at the same time, but not of micro-batches that run one after "
+                "the other. On two ranks the error is {sync_error_2_ranks}. It disappears ({sync_error_4_ranks}) only "
+                "without accumulation. The engine's exact BatchNorm computes the statistics over all micro-batches: "
+                "{exact_error}."
             ),
         },
         seconds=2,

@@ -264,8 +264,9 @@ DEVICE_CLAIMS = (
         rule_in_words="True: the error of the sum is below 1e-4. False: otherwise.",
         texts={
             "false": (
-                "If each rank computes the gradient of its mean loss, the sum is too large by the number of ranks: its "
-                "error is {sum_error}. DDP divides by the number of ranks, which is correct for equal shares "
+                "If each rank computes the gradient of its mean loss, the sum is too large by the number of ranks: on "
+                "two ranks, its error is {sum_error}; only with summed losses, as in the first figure of the chapter, "
+                "is the sum correct. DDP divides by the number of ranks, which is correct for equal shares "
                 "({average_error}), but not for others ({uneven_average_error}). Dividing once, by the number of "
                 "samples in the whole batch, is correct for both ({uneven_engine_error})."
             ),
@@ -322,10 +323,11 @@ DEVICE_CLAIMS = (
         ),
         texts={
             "only_if": (
-                "Only if memory does not matter: in batches of 256, on CPU threads, a step takes {time_ratio} the time "
-                "of DDP, and {memory_ratio} the memory of a DDP rank. In batches of 64, as in the table of ways, both "
-                "are lower. It changes {lines} lines; DDP changes {lines_ddp} and needs a launcher. "
-                "DataParallel copies the model in every step, and gathers outputs and loss on one device."
+                "Only if memory does not matter: in batches of 256, on CPU threads (GPUs were not measured), a step "
+                "takes {time_ratio} the time of DDP, and {memory_ratio} the memory of a DDP rank. In "
+                "batches of 64, as in the table of ways, both are lower. It changes {lines} lines; DDP changes "
+                "{lines_ddp} and needs a launcher. DataParallel copies the model in every "
+                "step, and gathers outputs and loss on one device."
             ),
         },
         seconds=40,

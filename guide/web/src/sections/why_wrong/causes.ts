@@ -21,7 +21,7 @@ export interface Cause {
 const LOOP = "anybatch check --loop train.py:train";
 const JOB = "anybatch check train.py:job";
 const LOSS = "loss = criterion(model(inputs), targets)";
-const BY_SAMPLES = `${LOSS}\n▸(loss * len(inputs) / samples_in_window).backward()`;
+const BY_SAMPLES = `${LOSS}\n# samples_in_window: all samples of this step\n▸(loss * len(inputs) / samples_in_window).backward()`;
 const BY_CONSTANT = `${LOSS}\n▸(loss / accumulation_steps).backward()`;
 const MEAN_OF_MODEL = '▸def forward(self, input_ids, labels):\n    ...\n    return {"loss": F.cross_entropy(...)}';
 const BY_EXACT = "import anybatch as ab\n\n▸trainer = ab.exact(trainer)\ntrainer.train()";
