@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from anybatch.planner.changes import (
     named_change,
     optimizer_name,
 )
-from anybatch.planner.devices import devices_of
+from anybatch.planner.devices import DEVICES, devices_of
 from anybatch.planner.fit import (
     Answer,
     Combination,
@@ -38,6 +39,7 @@ from anybatch.planner.fit import (
 from anybatch.planner.plan import Plan, as_json, make_plan
 from anybatch.planner.stand_ins import AdamW8bit, FourBitLinear, LoraLinear, adapter_lines, linear_layers
 from anybatch.planner.step_spec import StepSpec, built
+from anybatch.planner.step_time import StepSeconds
 from anybatch.planner.step_trace import trace_step
 from tests.planner.step_specs import step_spec
 
@@ -352,6 +354,19 @@ def test_written_layers_are_the_planned_ones() -> None:
     planned = {id(layer) for _, _, layer in linear_layers(model)}
     assert written_layers(model) == [name for name, one in model.named_modules() if id(one) in planned]
     assert len(planned) == 12
+
+
+@pytest.mark.parametrize(("link", "added"), [(1e9, True), (1e15, False)])
+def test_gathers_count_where_nothing_hides_them(link: float, added: bool) -> None:
+    """FSDP's communication takes longer than the compute that hides it on a slow link, but not on a fast one."""
+    device = dataclasses.replace(DEVICES[0], link_bytes_per_second=link)
+    step = dataclasses.replace(spec_of(precision="bf16"), world_size=4)
+    computing = StepSeconds(micro_batches=2e-3, per_step=0.0, reduction=0.0)
+    two = SimpleNamespace(accumulation_steps=2)
+    found = fit._gathering_seconds(step, two, computing, 4_000_000, device)  # type: ignore[arg-type]  # noqa: SLF001
+
+    expected = 2 * (2 * 4e6 * 3 / 4 / link - 1e-3) if added else 0.0
+    assert found == pytest.approx(expected)
 
 
 class Grouped(nn.Module):

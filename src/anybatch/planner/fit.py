@@ -1,9 +1,8 @@
 """Find the largest micro-batch that fits, for a step, for each change of it, and for combinations (`--fit`).
 
-`--fit` tries changes of the requested step in levels, the smallest first: the step as requested, or without a requested
-precision also TF32 and 16-bit products; weights in bf16; smaller optimizer state; other trained parameters. Each level
-is combined with a fused update, checkpointing and a chunked loss; the fastest combination of the first level that fits
-is the answer. If it trains adapters, an alternative trains all parameters.
+`--fit` changes the requested step in levels, the smallest first: products in TF32 or 16 bits if no precision was given;
+bf16 weights; smaller optimizer state; fewer trained parameters. Each is combined with a fused update, checkpointing and
+a chunked loss. The answer is the fastest of the first level that fits; next to adapters, one that trains everything.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ from anybatch.planner.changes import (
     strategy_change,
     update_changes,
 )
-from anybatch.planner.devices import DEVICES
+from anybatch.planner.devices import DEVICES, Device
 from anybatch.planner.envelopes import Binding, Envelopes, find_envelopes, with_alone
 from anybatch.planner.step_spec import StepSpec, built
 from anybatch.planner.step_time import CostLine, StepSeconds, step_seconds
@@ -294,10 +293,7 @@ def _levels(spec: StepSpec, known: Mapping[str, Change], autocast: tuple[Change,
 
 
 def simplest_of_the_fastest(fitting: Sequence[Combination]) -> Combination:
-    """Of all combinations within 3% of the fastest, return the one with the fewest changes, and then the fewest lines.
-
-    Predicted times are not accurate enough to distinguish such combinations.
-    """
+    """Return the combination with the fewest changes, then lines, of those within 3% of the fastest (model error)."""
     limit = NEAR_BEST * min(combination.seconds or 0.0 for combination in fitting)
     return min(
         (choice for choice in fitting if (choice.seconds or 0.0) <= limit),
@@ -360,7 +356,8 @@ class _Search:
             return [Combination(changes=(*changes, *strategy), fit=None, why=str(error))]
         # For ranking, use the device with the nearest memory if only the memory is known.
         nearest = min(DEVICES, key=lambda device: abs(device.memory_bytes - target.budget.total_bytes))
-        budget = dataclasses.replace(target.budget, device=target.budget.device or nearest)
+        device = target.budget.device or nearest
+        budget = dataclasses.replace(target.budget, device=device)
         ranked, found = dataclasses.replace(target, budget=budget), []
         for more in variants:
             memory, every = reshaped(envelopes, more), (*changes, *more, *strategy)
@@ -372,8 +369,16 @@ class _Search:
                 continue
             seconds = ranked.seconds(memory.costs, fit.micro_batch_size, step.world_size)
             assert seconds is not None, "the device used for ranking has a known speed"
-            found.append(Combination(changes=every, fit=fit, seconds=seconds.total))
+            gathering = _gathering_seconds(step, fit, seconds, target.gradient_bytes, device) if memory.sharded else 0.0
+            found.append(Combination(changes=every, fit=fit, seconds=seconds.total + gathering))
         return found
+
+
+def _gathering_seconds(step: StepSpec, fit: Fit, computing: StepSeconds, gradient_bytes: int, device: Device) -> float:
+    """Return a lower bound on FSDP's exposed messages, for ranking: two gathers and a reduction per micro-batch."""
+    num_bytes = (2 if built(step)[0].trained.precision == "bf16" else 3) * gradient_bytes
+    received = num_bytes * (step.world_size - 1) / step.world_size / device.link_bytes_per_second
+    return max(0.0, fit.accumulation_steps * received - computing.micro_batches)
 
 
 def _min_bytes(spec: StepSpec) -> int:

@@ -194,9 +194,8 @@ def _replicated(
 ) -> tuple[float, float]:
     """Return the end times of the last backward and the last reduction, for replicas that reduce buckets during it.
 
-    Buckets are completed at an even rate and reduced one after the other. If the network is slower than the backward,
-    reductions follow each other without a pause; otherwise only the last bucket is exposed, or the last two if the last
-    is smaller.
+    Buckets are completed evenly and reduced in order: without a pause if the network is slower than the backward, else
+    only the last one is exposed, or two if the last is smaller.
     """
     num_full, rest = divmod(workload.gradient_bytes, workload.bucket_bytes)
     computed, backward = sum(micro_batches), workload.backward_share * micro_batches[-1]
@@ -232,8 +231,7 @@ def _sharded_micro_batch(
 ) -> tuple[float, float]:
     """Return the end of a micro-batch's computation under FSDP2, and of its last reduce-scatter.
 
-    While a block computes, the weights of the next block are gathered, in forward and backward; gradients are scattered
-    after each block's backward. All blocks take the same time, and collectives share one link, in order.
+    All blocks take the same time. The next block's weights are gathered during one, and gradients scattered after it.
     """
     num_blocks = len(gathers)
     link = computed = 0.0

@@ -388,11 +388,10 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 
 def _flops(func: Any, kind: OperationKind, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> int:  # noqa: ANN401
-    """Return floating-point operations; a multiplication and an addition count as two.
+    """Return floating-point operations, by torch's counter where possible; a multiply-add counts as two.
 
-    Attention has two products, and its backward five, since it computes the scores again; causal attention counts half,
-    since kernels skip masked products. Convolutions are counted by their weights, because torch's counter multiplies
-    the weight gradient of a grouped convolution by the number of groups. Other operations use torch's counter.
+    Attention has two products, its backward five (it computes the scores again), and causal attention half of them.
+    Torch's counter multiplies the weight gradient of a grouped convolution by the number of groups; ours does not.
     """
     if kind in {"convolution", "convolution backward"}:
         return _convolution_flops(kind, args, result)
@@ -415,10 +414,7 @@ def _flops(func: Any, kind: OperationKind, args: tuple[Any, ...], kwargs: Mappin
 
 
 def _convolution_flops(kind: OperationKind, args: tuple[Any, ...], result: object) -> int:
-    """Return the floating-point operations of a convolution, or of its requested gradients, which cost the same each.
-
-    Each position of the output (or of the input, if transposed) is multiplied once by all weights of its groups.
-    """
+    """Return the operations of a convolution, or of each gradient: all weights of a group at each output position."""
     is_backward = kind == "convolution backward"
     output = args[0] if is_backward else result
     image, weight = args[is_backward], args[is_backward + 1]
