@@ -220,6 +220,7 @@ def adds_up(split: Locator) -> None:
     assert len(sums) == 64
     assert sums == pytest.approx(goal, abs=0.21)
     expect(split.locator(".sum math")).to_contain_text("p.grad")
+    expect(split.locator(".sum mfrac")).to_have_text("nkN")
     expect(split.locator(".sum .on")).to_have_text(["16/64 g1", "+ 16/64 g2", "+ 16/64 g3", "+ 16/64 g4"])
 
 
@@ -235,6 +236,7 @@ def updates_once(split: Locator) -> None:
     expect(split.get_by_role("button", name="Next")).to_be_disabled()
     split.get_by_role("radio", name="its mean").check(force=True)
     expect(split.locator("figcaption").first).to_contain_text("The relative error of the sum is 28%")
+    expect(split.locator(".sum mfrac")).to_have_text("1K")
     assert split.locator("svg:visible .beyond").first.get_attribute("d")
 
 
