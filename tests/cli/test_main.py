@@ -128,7 +128,7 @@ def test_options_are_read() -> None:
     [
         ("--epochs 1 --steps 2", "contradict each other"),
         ("--epochs 0", "0 must be at least 1"),
-        ("--effective-batch-size 32,128", "32,128@20000 is a batch of 32 samples that grows to 128"),
+        ("--effective-batch-size 32,128", "size@first_sample for each later stage, such as 32,128@20000"),
         ("--precision fp8", "invalid choice: 'fp8'"),
         ("--epoch 3", "Did you mean --epochs?"),
         ("--nothing-like-it", "Options: --effective-batch-size"),

@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 
 from anybatch.core.spikes import Spike, SpikeRule, spikes_of
+from anybatch.errors import UserError
 from anybatch.events.chrome_trace import rank_logs
 from anybatch.events.jsonl import read_jsonl
 
@@ -17,9 +18,8 @@ class SpikeReport:
 
     def __str__(self) -> str:
         """Return the spikes as text."""
-        lines = [f"{self.num_steps} steps, {len(self.spikes)} spike{'s' * (len(self.spikes) != 1)}"]
-        lines += [f"  step {spike.step}: {spike}" for spike in self.spikes]
-        return "\n".join(lines)
+        head = f"{self.num_steps} steps, {len(self.spikes)} spike{'s' * (len(self.spikes) != 1)}"
+        return "\n".join([head, *(f"  step {spike.step}: {spike}" for spike in self.spikes)])
 
 
 def read_spikes(path: str | os.PathLike[str], rule: SpikeRule | None = None) -> SpikeReport:
@@ -33,16 +33,18 @@ def read_spikes(path: str | os.PathLike[str], rule: SpikeRule | None = None) -> 
 
     Raises:
         OSError: the log cannot be opened.
+        UserError: the log has no steps.
     """
     rule, log = rule or SpikeRule(), rank_logs(path)[0]
     values: dict[int, tuple[float, float | None]] = {}
     for line in read_jsonl(log):
         kind = line.get("kind")
         if kind == "start":
-            first = int(line["first_step"])
-            values = {step: pair for step, pair in values.items() if step < first}
+            values = {step: pair for step, pair in values.items() if step < int(line["first_step"])}
         elif kind == "step" and line["loss"] is not None and line["skipped"] is not True:
             norm = line["gradient_norm"]
             values[int(line["step"])] = float(line["loss"]), None if norm is None else float(norm)
-    spikes = spikes_of(((step, *pair) for step, pair in values.items()), rule)
-    return SpikeReport(num_steps=len(values), spikes=tuple(spikes))
+    if not values:
+        message = f"{log} has no steps. Pass the events.jsonl or the folder of a run."
+        raise UserError(message, code="too_few_steps")
+    return SpikeReport(num_steps=len(values), spikes=tuple(spikes_of(((s, *v) for s, v in values.items()), rule)))
