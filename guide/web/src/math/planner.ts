@@ -109,7 +109,7 @@ export function plan(data: PlannerData, variant: VariantData, { device, effectiv
     size,
     steps: Math.ceil(share / size),
     peak: peakOf(data, highest, size),
-    reserved: largest ? Math.max(peakBytes(highest, size), Math.min(free, budget.usable)) : free,
+    reserved: largest ? Math.max(peakBytes(highest, size), Math.min(free, budget.total - budget.outside - budget.workspace)) : free,
     binds: binding(data, variant, largest, budget.usable, share),
     largestOfTensors: largestOfTensors(highest, budget.usable),
     oneMore: peakBytes(highest, largest + 1),

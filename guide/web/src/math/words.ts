@@ -23,10 +23,11 @@ function rowsThatFit(one: Plan): [string, string][] {
   const { budget, peak } = one;
   const used = usedBytes(one);
   const left = 1 - used / budget.total;
+  const kept = left >= budget.headroom ? "at least the" : "after the allocator's cache, which may use the";
   return [
     ["fits", `micro-batches of ${one.size}: ${geometry(one.effective, one.ranks, one.size)}`],
     ["peak", `${inBytes(peak.bytes)} in tensors, ${inBytes(used)} in all, ${moment(one)}`],
-    ["left", `${fixed(100 * left, 0)}% of the device, at least the headroom of ${fixed(100 * budget.headroom, 0)}% (the default)`],
+    ["left", `${fixed(100 * left, 0)}% of the device, ${kept} headroom of ${fixed(100 * budget.headroom, 0)}% (the default)`],
     ["largest", `${one.largest}${limitReason(one)}`],
   ];
 }
@@ -48,20 +49,23 @@ function nothingFits(one: Plan): [string, string][] {
   ];
 }
 
-/** The part that is too large alone, or the three largest. Names in the order of the recording: see `CATEGORIES`. */
+/** The state or part that is too large alone, or the three largest parts. Names in the order of the recording: see `CATEGORIES`. */
 function reasonNothingFits(one: Plan, usable: number): string {
-  const sorted = one.peak.held
-    .map((bytes, at) => ({ bytes, name: CATEGORIES[at]! }))
-    .sort((a, b) => b.bytes - a.bytes || (a.name < b.name ? 1 : -1));
-  const [largest] = sorted;
-  if (largest && largest.bytes > usable) {
-    return `the ${largest.name} alone ${largest.name === "optimizer" ? "takes" : "take"} ${inBytes(largest.bytes)}`;
+  const parts = one.peak.held.map((bytes, at) => ({ bytes, name: CATEGORIES[at]! }));
+  const sorted = [...parts].sort((a, b) => b.bytes - a.bytes || (a.name < b.name ? 1 : -1));
+  const state = parts.filter(({ name, bytes }) => bytes && STATE.includes(name));
+  const alone = sorted.filter(({ bytes }) => bytes > usable);
+  const largest = alone.find(({ name }) => STATE.includes(name)) ?? alone[0];
+  if (!STATE.includes(largest?.name ?? "") && state.reduce((sum, { bytes }) => sum + bytes, 0) > usable) {
+    return `${state.map(({ name, bytes }) => `${name} (${inBytes(bytes)})`).join(" and ")} alone exceed it`;
   }
+  if (largest) return `the ${largest.name} alone ${largest.name === "optimizer" ? "takes" : "take"} ${inBytes(largest.bytes)}`;
   return `no part alone is too large; ${sorted.slice(0, 3).map(({ name, bytes }) => `${name} ${inBytes(bytes)}`).join(", ")}`;
 }
 
 /** As memory/trace.py lists them; a test compares this with the recording. */
 export const CATEGORIES = ["weights", "buffers", "inputs", "gradients", "optimizer", "activations", "temporaries"];
+const STATE = ["weights", "buffers", "gradients", "optimizer"];
 
 function moment({ peak }: Plan): string {
   const places: Record<string, string> = { setup: "before the step", update: "in the update" };
