@@ -43,7 +43,7 @@ LEARNING_RATE = 1e-4
 Batch = dict[str, Any]
 SECOND_STEP = "the second step"
 WORKSPACES = ("aten::convolution", "aten::_convolution", "aten::mkldnn_convolution", "aten::_slow_conv")
-"""Operations whose workspaces are no tensors."""
+"""Operations whose workspaces are not counted as tensors."""
 NUM_DRAWN = {"own": 500, "inputs": 500, "torchvision": 14, "timm": 20, "transformers": 26, "diffusers": 6, "peft": 8}
 """Number of models drawn per library; all of the first two."""
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -414,8 +414,8 @@ def row(library: str, one: Drawn) -> Row:
     try:
         allocated, live = measured(one)
     except Exception as error:  # noqa: BLE001 (any error of the model itself)
-        said = f"{type(error).__name__}: {error}".splitlines()[0][:160].replace("|", "/")
-        return Row(f"{what} - | - | - | - | - | {took:.1f} | does not run: {said} |", "does not run")
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:160].replace("|", "/")
+        return Row(f"{what} - | - | - | - | - | {took:.1f} | does not run: {reason} |", "does not run")
     found = f"{live / MEBIBYTE:.2f} | {allocated / MEBIBYTE:.2f}"
     if plan is None:
         text = refused.replace("|", "/").replace("\n", " ")[:200]
@@ -456,7 +456,7 @@ def main() -> None:
     stand_in_for_missing_operations()
     head = (
         "| library | model | optimizer | precision | planned, MiB | tensors, MiB | allocated, MiB | of tensors, % "
-        "| of allocated, % | planned in CPU s | said |"
+        "| of allocated, % | planned in CPU s | notes |"
     )
     rows: list[Row] = []
     counts, start = {}, time.perf_counter()

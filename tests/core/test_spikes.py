@@ -113,7 +113,7 @@ def test_early_divergence(first: int, losses: list[float]) -> None:
 
 @pytest.mark.parametrize("losses", list(healthy_warm_ups()))
 def test_healthy_warm_up(losses: list[float]) -> None:
-    """The first steps of a healthy run are no spike."""
+    """The first steps of a healthy run do not count as a spike."""
     assert spikes_of(((step, loss, 1.0) for step, loss in enumerate(losses)), SpikeRule()) == []
 
 

@@ -67,6 +67,6 @@ def test_steps_are_exact(size: int | None, plugin: Any, tmp_path: Path) -> None:
 
 
 def test_wrong_sizes(plugin: Any) -> None:
-    """The schema refuses a size that is no number."""
+    """The schema refuses a size that is not a number."""
     with pytest.raises(pydantic.ValidationError):
         validated(plugin, {"effective_batch_size": "many"})

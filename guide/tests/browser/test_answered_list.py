@@ -128,7 +128,7 @@ def page(browser: Browser, address: str) -> Iterator[Page]:
 
 @pytest.mark.parametrize(("name", "place"), ROWS, ids=lambda row: row)
 def test_an_element_does_what_the_list_says(page: Page, name: str, place: str) -> None:
-    """The element is on the page, and does what the list says."""
+    """The element is on the page and does its job from the list."""
     CHECKS[name](page.locator("#top") if place == "top" else come_to(page, place))
 
 

@@ -51,7 +51,7 @@ def exact(trainer: Any = None, *, effective_batch_size: int | None = None, count
 
     Raises:
         UserError: the trainer's library is not supported, or one of its options makes an exact step impossible.
-        LossError: in the first step, if the loss is no sum or mean over items that can be counted, or not over those
+        LossError: in the first step, if the loss is not a sum or mean over items that can be counted, or not over those
             of `count`; in later steps, if this shows only there.
         DataError: in `train()`, for an iterable data set, a custom batch sampler, or a loader that drops all samples.
         DoesNotFitError: in `train()`, if a single sample does not fit into memory.

@@ -54,7 +54,7 @@ def is_overwritten(tensor: torch.Tensor) -> bool:
     callers = (name for module, name in outside if not module.startswith(("torch._dynamo", "torch._compile")))
     next(callers, None)
     uses = tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
-    # Autograd runs in the thread that calls `backward`, or in one of its own.
+    # Autograd runs in the thread that calls `backward`, or in its own threads.
     return next(callers, "_engine_run_backward") == "_engine_run_backward" and uses == _OWNED
 
 
