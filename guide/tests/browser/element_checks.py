@@ -61,14 +61,15 @@ def number_in(text: str, pattern: str) -> float:
     return float(found[1].replace(",", ""))
 
 
-def verdict(title: str, *, words: str, number: str, says: str) -> Callable[[Locator], None]:
-    """Return a check of a claim's card: its verdict, the number in its headline, and the statement it judges."""
+def verdict(title: str, *, words: str, number: str, says: str, details: str = "Rule") -> Callable[[Locator], None]:
+    """Return a check of a claim's card: its verdict, number, statement, and words of its details."""
 
     def check(claims: Locator) -> None:
         card = claims.get_by_role("article", name=title, exact=True)
         expect(card.locator(".verdict")).to_have_text(f"{words}:")
         expect(card.locator(".text")).to_have_text(re.compile(number))
         expect(card.locator("h4")).to_contain_text(says)
+        expect(card.locator(".box")).to_have_text(re.compile(details))
 
     return check
 
