@@ -25,6 +25,7 @@ SCRIPT_BUDGET = 180 * KB
 FIRST_LOAD_BUDGET = 215 * KB
 """Maximum gzipped bytes before scrolling, with both fonts."""
 EMBEDDED = re.compile(rb'<script type="application/json" id="[\w-]+">.*?</script>', re.DOTALL)
+NOT_PROSE = re.compile(r"<(script|style|code|pre)\b.*?</\1>|<[^>]*>", re.DOTALL)
 FORBIDDEN = {
     "raw markup": re.compile(r"\{@html|innerHTML|outerHTML|insertAdjacentHTML|document\.write"),
     "code from text": re.compile(r"\beval\(|new Function\(|setTimeout\(\s*[\"'`]"),
@@ -99,6 +100,13 @@ def test_the_page_is_light() -> None:
     assert gzipped(built["app.js"]) + parts <= SCRIPT_BUDGET
     assert sum(gzipped(text) for name, text in built.items() if name.startswith("rec/")) <= RECORDINGS_BUDGET
     assert sum(map(len, built.values())) <= FOLDER_BUDGET
+
+
+def test_code_is_marked_as_code() -> None:
+    """No text of the page shows the back-ticks of code, not even in a closed popover."""
+    text = NOT_PROSE.sub("", (DIST / "index.html").read_text(encoding="utf-8"))
+
+    assert re.findall(".{20}`.{20}", text) == []
 
 
 def test_sources_follow_the_policy() -> None:

@@ -332,7 +332,9 @@ def trades(memory: Locator) -> None:
     expect(says).to_contain_text("0.93 times as long")
     curve.locator("circle").nth(1).hover()
     expect(says).to_contain_text("32 \u00d7 2 needs")
+    says.hover()
     curve.page.mouse.up()
+    assert curve.evaluate("() => String(getSelection())") == ""
 
 
 # The playground

@@ -77,6 +77,16 @@ test("lines of two ranks, a limit and single micro-batches build a run", () => {
   expect(builder.run.smaller_sizes).toEqual([8]);
 });
 
+test("a micro-batch keeps the number of its step, also when a shorter step begins", () => {
+  const builder = new RunBuilder("a", usual);
+  const at = (step: number, position: number, of: number): Line[] => [{ kind: "micro_batch", event: "begin", rank: 0, step, position, num_micro_batches: of }, { kind: "guide.micro_batch", rank: 0, step, position, gradient: [], sum: [] }];
+  const [last, next] = [at(21, 3, 4), at(22, 0, 2)];
+  builder.take([...last, next[0]!]); // the last step of an epoch has begun, and the strip still shows the one before
+  expect(builder.seen.map(({ position, of }) => [position, of])).toEqual([[3, 4]]);
+  builder.take(next.slice(1));
+  expect(builder.seen.map(({ position, of }) => [position, of])).toEqual([[0, 2]]);
+});
+
 test("images are next to each other, with a line between them", () => {
   const two = pixels(btoa(String.fromCharCode(1, 2, 3, 4, 5, 6, 7, 8)), 2, 8);
   expect([two.width, two.height]).toEqual([5, 2]);

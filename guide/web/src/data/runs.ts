@@ -40,6 +40,8 @@ export interface MicroBatchDetails {
   rank: number;
   step: number;
   position: number;
+  /** Number of micro-batches in its step, on its rank; a run's last step may have fewer than the others. */
+  of?: number;
   num_samples: number;
   samples?: Samples;
   gradient: number[];
@@ -430,6 +432,8 @@ export class RunBuilder {
   seen: MicroBatchDetails[] = [];
   /** Gradients of the native batch in the latest steps. */
   natives: { step: number; gradient: number[] }[] = [];
+  /** Number of micro-batches in the current step of each rank. */
+  readonly #ofRank: number[] = [];
 
   constructor(id: string, setting: Setting) {
     this.id = id;
@@ -444,6 +448,7 @@ export class RunBuilder {
     const { run } = this;
     switch (line.kind) {
       case "micro_batch":
+        this.#ofRank[Number(line["rank"] ?? 0)] = Number(line["num_micro_batches"]);
         if (line["rank"] === 1) {
           this.second = Number(line["position"]);
           break;
@@ -471,7 +476,8 @@ export class RunBuilder {
         run.first_update_difference = finite(line["relative_difference"]);
         break;
       case "guide.micro_batch": {
-        const one = line as unknown as MicroBatchDetails;
+        const details = line as unknown as MicroBatchDetails;
+        const one = { ...details, of: this.#ofRank[details.rank] || run.setting.accumulation_steps };
         this.seen = [...this.seen.filter(({ rank }) => rank !== one.rank), one].sort((a, b) => a.rank - b.rank);
         break;
       }
