@@ -239,7 +239,7 @@ def causes_of(evidence: ScalingEvidence, settings: RunSettings, num_cores: int) 
     """
     step = evidence.parts.step
     found = [*_shared_cores(evidence, num_cores)]
-    if not evidence.is_busy:
+    if not evidence.is_busy and (evidence.parts.world_size > num_cores or evidence.parts.queued <= MAX_QUEUED * step):
         found += [
             *_loading(evidence, settings, num_cores),
             *_parts_of_ranks(evidence),
