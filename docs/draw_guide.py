@@ -3,26 +3,20 @@
 import tempfile
 from pathlib import Path
 
-from playwright.sync_api import Page, ViewportSize, expect
+from playwright.sync_api import Page, expect
 
 from anybatch_guide.export import DIST, export_folder
 from guide.tests.browser.chromium import DESKTOP, bring_to_life, come_to, launched, opened, served
 
 DOCS = Path(__file__).parent
-TALL = ViewportSize(width=1280, height=1120)
 BACKWARD = "10.5"
 """Second of the scene in which the first micro-batch runs its backward."""
+THIRD_GRADIENT = 21
+"""Moment of the loop after the third micro-batch is added."""
 SETTLE = """async () => {
     document.activeElement.blur();
     await Promise.all(document.getAnimations().map(one => one.finished));
 }"""
-
-
-def draw_chapter(page: Page, chapter: str, name: str) -> None:
-    """Draw the window, scrolled to a chapter."""
-    page.evaluate(f"document.getElementById('{chapter}').scrollIntoView({{behavior: 'instant'}})")
-    expect(page.locator(f"nav.wide a[href='#{chapter}']")).to_have_attribute("aria-current", "true")
-    page.screenshot(path=DOCS / f"{name}.png")
 
 
 def draw(page: Page) -> None:
@@ -32,14 +26,19 @@ def draw(page: Page) -> None:
     page.get_by_role("slider", name="Position in the scene").fill(BACKWARD)
     page.evaluate(SETTLE)
     page.screenshot(path=DOCS / "guide_first_screen.png")
-    draw_chapter(page, "loop", "guide_loop")
+    page.evaluate("document.getElementById('loop').scrollIntoView({behavior: 'instant'})")
+    expect(page.locator("nav.wide a[href='#loop']")).to_have_attribute("aria-current", "true")
+    page.locator("#loop").get_by_role("slider", name="Moment of the run").fill(str(THIRD_GRADIENT))
+    page.evaluate("document.activeElement.blur()")
+    page.screenshot(path=DOCS / "guide_loop.png")
     come_to(page, "memory").locator("figure").nth(1).screenshot(path=DOCS / "guide_memory.png")
     playground = come_to(page, "playground")
     playground.get_by_role("button", name="Forgot to divide").click()
-    expect(playground.locator(".which")).to_have_text("digits 16 \u00d7 4, SGD, forget to divide (recorded)")
-    page.set_viewport_size(TALL)
+    expect(playground.locator(".which")).to_have_text(
+        "digits 16 \u00d7 4, SGD, forget to divide (recorded)", timeout=60_000
+    )
     page.mouse.move(0, 0)  # away from a number field, which would show its arrows
-    draw_chapter(page, "playground", "guide_playground")
+    playground.locator("figure").first.screenshot(path=DOCS / "guide_playground.png")
 
 
 def main() -> None:
