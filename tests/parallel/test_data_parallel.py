@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -342,7 +343,7 @@ def test_missing_devices_are_refused(device: str, replicas: int | None) -> None:
     """Unsupported devices, and more replicas than devices, are refused."""
     model = Parts()
     with pytest.raises(UserError):
-        DataParallel(replicas=replicas).prepare(model, model, World(device=torch.device(device)), None)
+        DataParallel(replicas=replicas).prepare(model, model, World(device=torch.device(device)), Mock())
 
 
 def test_policies_about_buffers_are_refused() -> None:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -450,7 +451,7 @@ def refused() -> None:
     # FSDP2 on GPUs over gloo would end in a segmentation fault.
     own = ab.World.from_environment()
     with pytest.raises(WorldError, match="needs NCCL"):
-        FSDP().prepare(torch.nn.Linear(2, 2), None, ab.World(own.rank, own.size, torch.device("cuda:0")), None)
+        FSDP().prepare(torch.nn.Linear(2, 2), None, ab.World(own.rank, own.size, torch.device("cuda:0")), Mock())
     own.close()
 
 

@@ -99,7 +99,7 @@ def _build(arguments: CheckedArguments, observer: Observer | None) -> Parts:
         # Move them before `prepare`, which allocates gradient buckets on the device of the parameters.
         move_modules(modules, world.device)
     # From here on the model may have changed: hooks, buckets, and with some strategies its parameters.
-    prepared = strategy.prepare(modules, spec.model, world, notifier.reduction)
+    prepared = strategy.prepare(modules, spec.model, world, notifier)
     try:
         parts = _Builder(arguments, prepared, notifier).parts()
     except Exception:

@@ -138,9 +138,8 @@ class Notifier:
 
     def reduction(self, bucket: int, num_bytes: int, dtype: torch.dtype, collective: str = "all_reduce") -> None:
         """Report that a collective on a gradient bucket has started."""
-        if self.observers:
-            self._reductions.append((bucket, num_bytes, dtype, collective))
-            self.send(self._reduction("begin", bucket, num_bytes, dtype, collective))
+        self._reductions.append((bucket, num_bytes, dtype, collective))
+        self.send(self._reduction("begin", bucket, num_bytes, dtype, collective))
 
     def reduced(self) -> None:
         """Report that all buckets are reduced."""

@@ -131,12 +131,12 @@ class StepGuard:
 
     def run_hooks(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Run the user's hooks on parameters (`Tensor.register_hook`) once, on the summed gradients, in place."""
-        if self._call_tracker is None or not self._call_tracker.any_hooks:
+        if self._call_tracker is None:
             self._run_hooks(gradients)
-            return
-        self._call_tracker.has_agreed = False  # if a hook raises on one rank, no rank may update
-        self._world.run_on_all_ranks(lambda: self._run_hooks(gradients))
-        self._call_tracker.has_agreed = True
+        elif self._call_tracker.any_hooks:
+            self._call_tracker.has_agreed = False  # if a hook raises on one rank, no rank may update
+            self._world.run_on_all_ranks(lambda: self._run_hooks(gradients))
+            self._call_tracker.has_agreed = True
 
     @torch.no_grad()
     def _run_hooks(self, gradients: Sequence[torch.Tensor | None]) -> None:

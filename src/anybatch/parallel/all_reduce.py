@@ -20,7 +20,7 @@ from anybatch.core.compatibility import Feature
 from anybatch.parallel.agreement import StepAbortedError, StepAgreement
 from anybatch.parallel.gradient_buckets import GradientBuffers
 from anybatch.parallel.replicas import Initial, align_replicas
-from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, caller_of, trainable
+from anybatch.parallel.strategy import Capabilities, Prepared, ReductionNotifier, Turn, caller_of, trainable
 from anybatch.parallel.world import World
 
 _NULL_CONTEXT = nullcontext()
@@ -39,16 +39,13 @@ class BucketSums:
         self._gradients = GradientBuffers(())
         self._is_full: list[bool] = []
         self._started: list[dist.Work] = []
-        self._on_reduction: ReductionObserver | None = None
+        self._notifier: ReductionNotifier | None = None
 
-    def prepare(
-        self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
-    ) -> Prepared:
+    def prepare(self, modules: nn.Module, model: object, world: World, notifier: ReductionNotifier) -> Prepared:
         """Make the replicas equal and put every gradient into a bucket."""
         parameters = trainable(modules)
         differed = align_replicas(modules, world, self._initial)
-        self._world = world
-        self._on_reduction = on_reduction
+        self._world, self._notifier = world, notifier
         self._gradients = GradientBuffers(list(parameters.values()), bucket_bytes=self._bucket_bytes)
         return Prepared(
             parameters=parameters,
@@ -133,8 +130,8 @@ class BucketSums:
     def _start_next(self) -> None:
         index = len(self._started)
         flat = self._gradients.buckets[index].flat
-        if self._on_reduction is not None:
-            self._on_reduction(index, flat.numel() * flat.itemsize, flat.dtype)
+        if self._notifier is not None and self._notifier.observers:
+            self._notifier.reduction(index, flat.numel() * flat.itemsize, flat.dtype)
         with self._world.collective():
             work = dist.all_reduce(flat, async_op=True)
         assert work is not None

@@ -36,7 +36,7 @@ from anybatch.core.tree import (
 )
 from anybatch.errors import CompositionError, DataError, ParameterError, UserError, warn_user
 from anybatch.parallel.single import LocalSums
-from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver
+from anybatch.parallel.strategy import Capabilities, Prepared, ReductionNotifier
 from anybatch.parallel.torch_internals import user_hooks_only, without_hooks
 from anybatch.parallel.world import World
 
@@ -75,13 +75,11 @@ class DataParallel(LocalSums):
         self._is_one_module = True
         self._has_warned = False
 
-    def prepare(
-        self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
-    ) -> Prepared:
+    def prepare(self, modules: nn.Module, model: object, world: World, notifier: ReductionNotifier) -> Prepared:
         """Register the parameters, and prepare calls of the model in replicas; refuse modules that cannot be copied."""
         num_replicas, on_cpu = self._num_replicas(world.device), world.device.type == "cpu"
         _check_no_scripts(modules)
-        prepared = super().prepare(modules, model, world, on_reduction)
+        prepared = super().prepare(modules, model, world, notifier)
         how = "one after another on the CPU" if on_cpu else "in threads, as by nn.DataParallel"
         decisions = {
             "replicas": f"{num_replicas}, run {how}, for comparison. Each call makes new replicas, and outputs, loss "

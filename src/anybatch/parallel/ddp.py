@@ -1,6 +1,7 @@
 """Strategy "ddp": torch's DistributedDataParallel, with gradients summed instead of averaged."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -24,10 +25,9 @@ from anybatch.parallel.strategy import (
     Capabilities,
     LossCaller,
     Prepared,
-    ReductionObserver,
+    ReductionNotifier,
     Turn,
     trainable,
-    weak_ref,
 )
 from anybatch.parallel.torch_internals import GradBucket
 from anybatch.parallel.world import World
@@ -89,11 +89,9 @@ class DDP:
         self._reduced = False
         self._prepared = False
         self._world = World()
-        self._reductions = _Reductions(weak_ref(None), None)
+        self._reductions = _Reductions(lambda: None, None)
 
-    def prepare(
-        self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
-    ) -> Prepared:
+    def prepare(self, modules: nn.Module, model: object, world: World, notifier: ReductionNotifier) -> Prepared:
         """Make the replicas equal and wrap the model in DDP; refuse float64 gradients under compression."""
         parameters = trainable(modules)
         if self._compression:
@@ -102,7 +100,7 @@ class DDP:
         self._parameters = list(parameters.values())
         self._first_copies = FirstGradientCopies(self._parameters)
         self._world = world
-        self._reductions = _Reductions(weak_ref(on_reduction), world.call_tracker, self._compression)
+        self._reductions = _Reductions(weakref.ref(notifier), world.call_tracker, self._compression)
         self._wrapper = DistributedDataParallel(
             LossCaller(modules, model),
             # `align_replicas` has synchronised the replicas, and reports the tensors that differed
@@ -219,13 +217,13 @@ class DDP:
 
 @dataclass(slots=True)
 class _Reductions:
-    """The observer of reductions, and the error of a failed reduction: DDP does not preserve exception types.
+    """The notifier of reductions, and the error of a failed reduction: DDP does not preserve exception types.
 
     DDP's reducer hides this object from the garbage collector, so it must not reference a world, whose process group
     would stay alive.
     """
 
-    on_reduction: Callable[[], ReductionObserver | None]
+    notifier: Callable[[], ReductionNotifier | None]
     call_tracker: CallTracker | None
     compression: Compression = None
     broken: bool = False
@@ -276,11 +274,11 @@ def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Fu
         return finish()
 
     flat = bucket.buffer()
-    on_reduction, on_cpu = reductions.on_reduction(), flat.device.type == "cpu"
+    notifier, on_cpu = reductions.notifier(), flat.device.type == "cpu"
     sent = flat.bfloat16() if reductions.compression and dist.get_world_size() > 1 else flat
     # DDP's default hook would divide by the number of ranks; the engine divides once, by the whole batch's items.
-    if on_reduction is not None:
-        on_reduction(bucket.index(), sent.numel() * sent.itemsize, sent.dtype)
+    if notifier is not None and notifier.observers:
+        notifier.reduction(bucket.index(), sent.numel() * sent.itemsize, sent.dtype)
     work = dist.all_reduce(sent, async_op=True)
     assert work is not None
     if on_cpu:

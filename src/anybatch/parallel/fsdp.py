@@ -5,11 +5,11 @@ a rank with fewer micro-batches than others runs filler micro-batches, whose los
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, cast
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ from anybatch.parallel.sharding import (
     sharding_groups,
     whole_parameters,
 )
-from anybatch.parallel.strategy import Capabilities, LossCaller, Prepared, ReductionObserver, Turn, trainable, weak_ref
+from anybatch.parallel.strategy import Capabilities, LossCaller, Prepared, ReductionNotifier, Turn, trainable
 from anybatch.parallel.torch_internals import (
     ShardedGroup,
     begin_as_root,
@@ -132,9 +132,7 @@ class FSDP:
         self._first_copies = FirstGradientCopies()
         self._backward_in_loss = BackwardInLoss()
 
-    def prepare(
-        self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
-    ) -> Prepared:
+    def prepare(self, modules: nn.Module, model: object, world: World, notifier: ReductionNotifier) -> Prepared:
         """Shard the model, unless it is sharded already, and set it to sum gradients; refuse unsupported models."""
         _check_backend(world)
         gc.collect()  # torch keeps a dropped sharded model in reference cycles, with its memory
@@ -168,7 +166,8 @@ class FSDP:
                 module.set_reduce_scatter_unused_params(reduce_scatter_unused_params=True)
         parameters = trainable(modules)
         self._parameters = list(parameters.values())
-        self._add_hooks(weak_ref(on_reduction), list(parameters))
+        # Weak, since torch keeps its arguments alive, and would keep a dropped engine alive.
+        self._add_hooks(ref(notifier), list(parameters))
         self._hooks += [
             cast("nn.Module", module).register_forward_hook(self._backward_in_loss.mark)
             for module in self._modules
@@ -329,8 +328,8 @@ class FSDP:
         for module in self._outermost:
             module.unshard()
 
-    def _add_hooks(self, on_reduction: Callable[[], ReductionObserver | None], names: Sequence[str]) -> None:
-        """Record which parameters backwards reach, and report reductions to the observer."""
+    def _add_hooks(self, notifier: "ref[ReductionNotifier]", names: Sequence[str]) -> None:
+        """Record which parameters backwards reach, and report reductions to observers."""
         indices = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._used = [False] * len(self._parameters)
         self._groups = []
@@ -356,21 +355,18 @@ class FSDP:
             # Not a method: torch would keep this strategy alive, and with it the process group of a dropped world.
             mark = partial(_mark_used, self._used, [indices.get(id(parameter), -1) for parameter in group.shards])
             self._hooks += group.on_whole_gradient(mark)
-            self._replace_collectives(module, on_reduction, number)
+            self._replace_collectives(module, notifier, number)
         sharded = {id(shard) for group in self._groups for shard in group.shards}
         self._unsharded = [index for key, index in indices.items() if key not in sharded]
 
-    def _replace_collectives(
-        self, module: FSDPModule, on_reduction: Callable[[], ReductionObserver | None], number: int
-    ) -> None:
-        # On an accelerator torch's collectives are replaced only to report reductions to an observer.
+    def _replace_collectives(self, module: FSDPModule, notifier: "ref[ReductionNotifier]", number: int) -> None:
+        # On an accelerator, only to report reductions to observers.
         call_tracker = self._world.call_tracker if self._world.device.type == "cpu" else None
         all_gather: Any = AllGather(call_tracker)  # torch's base classes are private
-        reduce_scatter: Any = ReduceScatter(call_tracker, on_reduction, number)
+        reduce_scatter: Any = ReduceScatter(call_tracker, notifier, number)
         if call_tracker is not None:
             module.set_custom_all_gather(all_gather)
-        if call_tracker is not None or on_reduction() is not None:
-            module.set_custom_reduce_scatter(reduce_scatter)
+        module.set_custom_reduce_scatter(reduce_scatter)
 
     def _start_unsharded(self) -> tuple[list[torch.Tensor], dist.Work | None]:
         """Start summing the gradients of parameters that are not sharded, as one message."""

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from anybatch.core.tensors import repeated_blocks
 from anybatch.core.tree import tensors_of
 from anybatch.errors import LossError, ParameterError
 from anybatch.parallel.call_tracker import CallTracker
-from anybatch.parallel.strategy import ReductionObserver
+from anybatch.parallel.strategy import ReductionNotifier
 from anybatch.parallel.torch_internals import copy_attributes, sharded_group
 from anybatch.parallel.world import World
 
@@ -287,11 +288,9 @@ class AllGather(_Memory):
 class ReduceScatter(_Memory):
     """Sums the gradients of group `number` over ranks; each rank keeps its shard."""
 
-    def __init__(
-        self, call_tracker: CallTracker | None, on_reduction: Callable[[], ReductionObserver | None], number: int
-    ) -> None:
+    def __init__(self, call_tracker: CallTracker | None, notifier: "ref[ReductionNotifier]", number: int) -> None:
         self._call_tracker = call_tracker
-        self._on_reduction = on_reduction
+        self._notifier = notifier
         self._number = number
 
     def __call__(
@@ -303,10 +302,10 @@ class ReduceScatter(_Memory):
         async_op: bool = False,  # noqa: FBT001, FBT002 (torch's protocol)
     ) -> dist.Work | None:
         """Sum over the ranks of the group."""
-        on_reduction = self._on_reduction()
-        if on_reduction is not None:
+        notifier = self._notifier()
+        if notifier is not None and notifier.observers:
             num_bytes = input_tensor.numel() * input_tensor.itemsize
-            on_reduction(self._number, num_bytes, input_tensor.dtype, "reduce_scatter")
+            notifier.reduction(self._number, num_bytes, input_tensor.dtype, "reduce_scatter")
         if self._call_tracker is None or async_op:
             started: dist.Work | None = getattr(dist, _REDUCE_SCATTER)(
                 output_tensor, input_tensor, op=op, group=group, async_op=async_op

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from anybatch.core.compatibility import Feature
 from anybatch.core.tensors import is_low_precision
 from anybatch.parallel.gradient_buckets import FirstGradientCopies, GradientBuffers
-from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, caller_of, trainable
+from anybatch.parallel.strategy import Capabilities, Prepared, ReductionNotifier, Turn, caller_of, trainable
 from anybatch.parallel.world import World
 
 _NULL_CONTEXT = nullcontext()
@@ -28,11 +28,9 @@ class LocalSums:
         self._buffers: GradientBuffers | None = None
         self._first_copies = FirstGradientCopies()
 
-    def prepare(
-        self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
-    ) -> Prepared:
+    def prepare(self, modules: nn.Module, model: object, world: World, notifier: ReductionNotifier) -> Prepared:
         """Register the parameters; nothing is wrapped."""
-        del world, on_reduction
+        del world, notifier
         parameters = trainable(modules)
         self._parameters = list(parameters.values())
         low = [parameter for parameter in self._parameters if is_low_precision(parameter)]

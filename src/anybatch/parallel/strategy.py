@@ -1,7 +1,5 @@
 """The interface of strategies (`Engine(strategy=...)`), and their lookup by name."""
 
-import inspect
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -24,11 +22,16 @@ from anybatch.errors import UserError
 from anybatch.parallel.world import World
 
 
-class ReductionObserver(Protocol):
-    """Called whenever a gradient reduction starts."""
+class ReductionNotifier(Protocol):
+    """Sends records of gradient reductions to its observers; strategies do not call it if it has none."""
 
-    def __call__(self, bucket: int, num_bytes: int, dtype: torch.dtype, collective: str = "all_reduce") -> None:
-        """Receive the number of the bucket, the bytes that this rank sends, their dtype, and the collective."""
+    @property
+    def observers(self) -> Sequence[object]:
+        """The observers; a run may add observers between steps."""
+        ...
+
+    def reduction(self, bucket: int, num_bytes: int, dtype: torch.dtype, collective: str = "all_reduce") -> None:
+        """Report the start of a reduction: the bucket, the bytes that this rank sends, their dtype, the collective."""
         ...
 
 
@@ -180,9 +183,7 @@ class Strategy(Protocol):
         """The strategy's abilities and requirements."""
         ...
 
-    def prepare(
-        self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
-    ) -> Prepared:
+    def prepare(self, modules: nn.Module, model: object, world: World, notifier: ReductionNotifier) -> Prepared:
         """Register the trainable parameters, and ensure that they are equal on all ranks.
 
         `modules` is everything that trains, on this rank's device; `model` is the user's object, the argument of loss
@@ -237,17 +238,6 @@ def caller_of(model: object) -> Callable[[LossFunction, Batch], Any]:
 def trainable(modules: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that require gradients by name; tied parameters once, under their first name."""
     return {name: parameter for name, parameter in modules.named_parameters() if parameter.requires_grad}
-
-
-def weak_ref(observer: ReductionObserver | None) -> Callable[[], ReductionObserver | None]:
-    """Return a function that returns the observer while its owner lives.
-
-    torch's wrappers hide their arguments from the garbage collector, or keep them alive as long as the user's model, so
-    a bound method of the engine would keep a dropped engine alive.
-    """
-    if inspect.ismethod(observer):
-        return weakref.WeakMethod(observer)
-    return lambda: observer
 
 
 STRATEGIES: Mapping[str, str] = MappingProxyType(

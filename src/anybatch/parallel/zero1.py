@@ -15,7 +15,7 @@ from anybatch.core.compatibility import Feature
 from anybatch.core.tree import map_tensors, tensors_of
 from anybatch.parallel.all_reduce import BucketSums
 from anybatch.parallel.replicas import Initial
-from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver
+from anybatch.parallel.strategy import Capabilities, Prepared, ReductionNotifier
 from anybatch.parallel.world import World
 
 _SMALL_BYTES = 1 << 16
@@ -168,9 +168,7 @@ class Zero1(BucketSums):
     def __init__(self, *, bucket_bytes: int = 25 * 2**20, initial: Initial = "broadcast") -> None:
         super().__init__(bucket_bytes, initial, overlap=True)
 
-    def prepare(
-        self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
-    ) -> Prepared:
+    def prepare(self, modules: nn.Module, model: object, world: World, notifier: ReductionNotifier) -> Prepared:
         """Make the replicas equal and put every gradient into a bucket."""
-        prepared = super().prepare(modules, model, world, on_reduction)
+        prepared = super().prepare(modules, model, world, notifier)
         return replace(prepared, shard_update=partial(ShardedUpdate, world=world))
