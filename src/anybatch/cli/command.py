@@ -11,11 +11,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Literal, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, Final, Literal, NoReturn, TypeVar, get_args
 
 from anybatch.cli.status import ParserExit, Status
 from anybatch.core.collectives import parse_link
-from anybatch.core.run_config import STANDARD, RunConfig
+from anybatch.core.run_config import CHOICES, STANDARD, RunConfig
 from anybatch.core.schedules import BatchRamp
 from anybatch.core.units import parse_bytes
 from anybatch.errors import UserError
@@ -196,7 +196,6 @@ _PARSERS: Mapping[str, Callable[[str], object]] = {
 _BY_TYPE: Mapping[object, tuple[Callable[[str], object], str]] = {
     int: (positive_int, "N"),
     float: (number, "X"),
-    str: (str, "NAME"),
 }
 
 
@@ -220,10 +219,10 @@ def add_settings(add: Callable[..., object], *names: str, **defaults: object) ->
 
 def _parsing(field: "dataclasses.Field[Any]") -> dict[str, Any]:
     """Return the arguments of `add_argument` that parse a value of the field's type."""
-    kind = get_args(field.type)[0]  # the other members of the union are literals, None, or classes such as BatchRamp
-    if get_origin(kind) is Literal:
-        return {"choices": get_args(kind)}
-    read, placeholder = _BY_TYPE[kind]
+    if field.name in CHOICES:
+        return {"choices": CHOICES[field.name]}
+    # The other members of the union are literals, None, or classes such as BatchRamp.
+    read, placeholder = _BY_TYPE[get_args(field.type)[0]]
     return {"type": _PARSERS.get(field.name, read), "metavar": placeholder}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anybatch.cli.command import Parser, add_report_files, frozen_imports, positive_int
+from anybatch.cli.command import Parser, add_report_files, add_settings, frozen_imports, positive_int
 from anybatch.cli.status import Status
 from anybatch.errors import UserError
 
@@ -97,12 +97,7 @@ def _add_step(parser: Parser) -> None:
         help="format of the weights; bf16-split also stores their lower 16 bits, bf16-stochastic rounds updates "
         "stochastically; 4bit needs --lora",
     )
-    add(
-        "--strategy",
-        default="auto",
-        metavar="NAME",
-        help="how ranks sum gradients: all_reduce, ddp, zero1 or fsdp (default: auto, chosen for the device)",
-    )
+    add_settings(add, "strategy")
 
 
 def _add_answer(parser: Parser) -> None:
@@ -167,7 +162,7 @@ def plan_subject(args: argparse.Namespace, changes: Sequence[str]) -> int:
         sequence_length=args.sequence_length,
         precision=args.precision,
         optimizer=optimizer,
-        strategy=args.strategy,
+        strategy=args.strategy or "auto",
         changes=changes,
         fit=args.fit,
         proposals=not args.no_proposals,

@@ -125,6 +125,7 @@ def _refused(reason: str, remedy: str) -> Cell:
 _EXACT = Cell(Verdict.EXACT)
 # Derived from Feature, so that a new strategy gets the refusals of existing ones until it has entries in the table.
 _STRATEGIES = tuple(feature for feature in Feature if feature.axis == "strategy")
+STRATEGY_NAMES = tuple(feature.name.lower() for feature in _STRATEGIES)
 _DISTRIBUTED = tuple(name for name in _STRATEGIES if name not in {Feature.SINGLE, Feature.DATA_PARALLEL})
 _NOT_DDP = tuple(name for name in _STRATEGIES if name is not Feature.DDP)
 # The update runs in several calls of optimizer.step().

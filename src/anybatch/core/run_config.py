@@ -1,11 +1,10 @@
 """The settings of a run: one class for the defaults of a recipe, the options of `train`, and the header of a run."""
 
-import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, get_args
 
-from anybatch.core.compatibility import PrecisionName
+from anybatch.core.compatibility import STRATEGY_NAMES, PrecisionName
 from anybatch.core.geometry import checked_int, is_number
 from anybatch.core.schedules import BatchRamp, sizes_of
 from anybatch.errors import BatchSizeError, UserError
@@ -16,7 +15,12 @@ MicroBatchSizeChoice = int | Literal["auto"]
 _ALTERNATIVES: Final = (("epochs", "steps"), ("micro_batch_tokens", "micro_batch_size", "accumulation_steps"))
 """A given setting replaces all settings of its group in the recipe or in the resumed run."""
 _INTEGERS: Final = frozenset((*_ALTERNATIVES[0], *_ALTERNATIVES[1], "effective_batch_size", "base_batch_size", "seed"))
-_KEYWORDS: Final = (("micro_batch_size", "auto"),)
+CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "learning_rate_rule": get_args(ScalingRule),
+    "precision": get_args(PrecisionName),
+    "strategy": ("auto", *STRATEGY_NAMES),
+}
+"""All values of some settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,7 @@ class RunConfig:
         learning_rate_rule: how to scale the learning rate with the effective batch size (default: depends on the
             optimizer)
         precision: number format of forward and backward
-        strategy: how ranks sum gradients: all_reduce, ddp, zero1, fsdp, or data_parallel in one process
+        strategy: how ranks sum gradients
         average_decay: evaluate with an exponential moving average of the weights, with this decay, such as 0.999
         seed: seed of initial weights, sample order, augmentation and dropout
 
@@ -67,16 +71,17 @@ class RunConfig:
     def __post_init__(self) -> None:
         """Check each value, and that no two values contradict each other."""
         for name, value in self.given.items():
+            if value not in CHOICES.get(name, (value,)):
+                message = f"{name}={value!r} must be one of {', '.join(map(repr, CHOICES[name]))}, or None."
+                raise UserError(message)
             # A ramp has checked its own sizes.
-            if name in _INTEGERS and not isinstance(value, BatchRamp) and (name, value) not in _KEYWORDS:
+            if name in _INTEGERS and not isinstance(value, BatchRamp) and (name, value) != ("micro_batch_size", "auto"):
                 error = BatchSizeError if name.endswith("batch_size") else UserError
                 checked_int(name, value, minimum=None if name == "seed" else 1, error=error)
         rate = self.learning_rate
         if rate is not None and not (is_number(rate) and rate > 0.0):
             message = f"learning_rate={rate!r} must be a finite number above 0."
             raise UserError(message)
-        for name, kind in (("learning_rate_rule", ScalingRule), ("precision", PrecisionName)):
-            _check_known(name, getattr(self, name), get_args(kind))
         tokens = _ALTERNATIVES[1]
         for first, second in (_ALTERNATIVES[0], tokens[:2], (tokens[0], tokens[2])):
             values = getattr(self, first), getattr(self, second)
@@ -97,8 +102,7 @@ class RunConfig:
     @property
     def given(self) -> dict[str, Any]:
         """The settings that are not None, by name."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
 
     @property
     def largest_batch_size(self) -> int:
@@ -108,7 +112,7 @@ class RunConfig:
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings as a dict for JSON; a ramp in the notation of the command line."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         size = self.effective_batch_size
         return values | {"effective_batch_size": size.notation if isinstance(size, BatchRamp) else size}
 
@@ -126,12 +130,6 @@ class RunConfig:
         """Return "name before -> after" for each of the settings `names` that is different in `other`."""
         pairs = ((name, getattr(self, name), getattr(other, name)) for name in names)
         return tuple(f"{name} {before} -> {after}" for name, before, after in pairs if before != after)
-
-
-def _check_known(name: str, value: object, known: tuple[str, ...]) -> None:
-    if value is not None and value not in known:
-        message = f"{name}={value!r} must be one of {', '.join(map(repr, known))}, or None."
-        raise UserError(message)
 
 
 STANDARD: Final = RunConfig(micro_batch_size="auto", precision="fp32", strategy="auto", seed=0)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from anybatch.core.compatibility import Feature
+from anybatch.core.compatibility import STRATEGY_NAMES, Feature
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.splitting import SplitConstraints
 from anybatch.core.torch_internals import dense_values
@@ -240,22 +239,6 @@ def trainable(modules: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in modules.named_parameters() if parameter.requires_grad}
 
 
-STRATEGIES: Mapping[str, str] = MappingProxyType(
-    {
-        "single": "anybatch.parallel.single.Single",
-        "all_reduce": "anybatch.parallel.all_reduce.AllReduce",
-        "ddp": "anybatch.parallel.ddp.DDP",
-        "zero1": "anybatch.parallel.zero1.Zero1",
-        "fsdp": "anybatch.parallel.fsdp.FSDP",
-        "data_parallel": "anybatch.parallel.data_parallel.DataParallel",
-    }
-)
-"""The classes of `Engine(strategy=name)` by full name, because importing FSDP2 takes two seconds.
-
-"auto" is not listed: it resolves to one of these.
-"""
-
-
 def choose_strategy(strategy: "str | Strategy", world: World, *, already_sharded: bool = False) -> Strategy:
     """Return the strategy of that name, or a given strategy; "auto" is "single" on one process, else "all_reduce".
 
@@ -269,11 +252,13 @@ def choose_strategy(strategy: "str | Strategy", world: World, *, already_sharded
         name = "single" if world.size == 1 else "all_reduce"
         if already_sharded:
             name = "fsdp"
-    if name not in STRATEGIES:
-        message = f"{strategy=} must be 'auto', {', '.join(map(repr, STRATEGIES))}, or a strategy object."
+    if name not in STRATEGY_NAMES:
+        message = f"{strategy=} must be 'auto', {', '.join(map(repr, STRATEGY_NAMES))}, or a strategy object."
         raise UserError(message)
-    module, _, class_name = STRATEGIES[name].rpartition(".")
-    return cast("Strategy", getattr(import_module(module), class_name)())
+    # Each strategy has a file with its name, imported when it is used: importing FSDP2 takes two seconds.
+    kinds = vars(import_module(f"anybatch.parallel.{name}")).values()
+    named = (kind for kind in kinds if getattr(getattr(kind, "capabilities", None), "name", None) == name)
+    return cast("Callable[[], Strategy]", next(named))()
 
 
 class LossCaller(nn.Module):
