@@ -80,7 +80,7 @@ def verdict(title: str, *, words: str, number: str, says: str, details: str = "R
 def names_the_field(top: Locator) -> None:
     """The eyebrow is above the title."""
     eyebrow, title = top.locator(".eyebrow"), top.get_by_role("heading", level=1)
-    expect(eyebrow).to_have_text("GPU workshop: memory optimization")
+    expect(eyebrow).to_have_text("Interactive GPU workshop: memory optimization")
     assert box_of(eyebrow)["y"] + box_of(eyebrow)["height"] <= box_of(title)["y"] + 1
 
 
@@ -272,7 +272,7 @@ def derives(step: int, *, head: str, symbols: str, says: str) -> Callable[[Locat
 def multiplies(mathematics: Locator) -> None:
     """The product is next to the division, with the numbers of the example."""
     own = mathematics.locator(".steps > li:nth-child(3)")
-    expect(own).to_contain_text("The effective batch is the micro-batch times the accumulation steps: 64 = 16 \u00d7 4")
+    expect(own).to_contain_text("samples make an effective batch of N, for example 64 = 16 \u00d7 4")
     assert re.search(r"N\s*=\s*n\u00d7K", own.locator("math").first.text_content() or "")
 
 

@@ -13,7 +13,7 @@ export function proseOnce() {
   return {
     name: "prose-once",
     markup({ content, filename }) {
-      if (!filename || !/\/sections\//.test(filename)) return { code: content };
+      if (!filename || !/\/sections\/|\/(Scene|App)\.svelte$/.test(filename)) return { code: content };
       /** @type {[number, number][]} */
       const cuts = [];
       for (const node of parse(content, { modern: true }).fragment.nodes) visit(node, cuts);

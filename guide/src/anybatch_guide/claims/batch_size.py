@@ -149,17 +149,17 @@ BATCH_SIZE_CLAIMS = (
         rule=rules.larger_batch,
         rule_in_words=(
             "False: a larger batch does not need fewer steps. True: it needs at most 1.1 times the samples of the "
-            "smallest one. True only if: otherwise."
+            "smallest one. True with a condition: otherwise."
         ),
         texts={
             "only_if": (
                 "To reach a held-out loss of 0.3, batches of 256 need {steps_256} steps instead of the {steps_16} of "
-                "batches of 16, but {samples_256} samples instead of {samples_16}; the last batch of an "
-                "epoch is smaller. Batches of 64 need {steps_64} steps and {samples_64} samples. So training is faster "
-                "only if a sample costs less in a larger batch: on more devices, or if the fixed cost of a step or "
-                "micro-batch is high, as with this small network on one thread. In one pass, batches of 64 take "
-                "{time_64} the time, and batches of 256 {time_256}. In micro-batches of 16, batches of 256 take "
-                "{time_accumulated}."
+                "batches of 16, but {samples_256} samples instead of {samples_16}. (The last batch of an epoch is "
+                "smaller, so this is not exactly steps times batch size.) Batches of 64 need {steps_64} steps and "
+                "{samples_64} samples. So training is faster only if a sample costs less in a larger batch: on more "
+                "devices, or if the fixed cost of a step or micro-batch is high, as with this small network on one "
+                "thread. In one pass, batches of 64 take {time_64} the time, and batches of 256 {time_256}. In "
+                "micro-batches of 16, batches of 256 take {time_accumulated}."
             ),
         },
         seconds=25,
@@ -183,7 +183,7 @@ BATCH_SIZE_CLAIMS = (
         rule=rules.one_rule,
         rule_in_words=(
             "True: the unchanged rate, linear scaling or square-root scaling is within 1.25 times the best loss in all "
-            "three cases. True only if: none of them is, but the noise gain is. False: otherwise."
+            "three cases. True with a condition: none of them is, but the noise gain is. False: otherwise."
         ),
         texts={
             "only_if": (
@@ -220,14 +220,14 @@ BATCH_SIZE_CLAIMS = (
         rule=rules.less_noise,
         rule_in_words=(
             "False: the variance is more than 1.25 times the expected one, or the loss after the same number of steps "
-            "is not lower. True: it is also lower after the same number of samples. True only if: otherwise."
+            "is not lower. True: it is also lower after the same number of samples. True with a condition: otherwise."
         ),
         texts={
             "only_if": (
                 "Only if both runs make the same number of steps: then the loss on held-out data is {loss_same_steps} "
                 "instead of {loss_small}, but the large batches have used eight times the samples. After the same "
-                "number of samples it is {loss_same_samples}. There is less noise: the variance is {noise_ratio} the "
-                "expected eighth."
+                "number of samples, the loss with large batches is {loss_same_samples}. There is less noise: the "
+                "variance is {noise_ratio} the expected eighth."
             ),
         },
         seconds=30,
@@ -256,7 +256,7 @@ BATCH_SIZE_CLAIMS = (
         rule=rules.sharp,
         rule_in_words=(
             "True: the eigenvalue is more than 1.25 times as large at the same rate, at the scaled rate, and after the "
-            "same number of steps. False: it is not even at the same rate. True only if: otherwise."
+            "same number of steps. False: it is not even at the same rate. True with a condition: otherwise."
         ),
         texts={
             "only_if": (

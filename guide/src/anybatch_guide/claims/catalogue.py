@@ -56,8 +56,8 @@ _CLAIMS = (
         },
         rule=rules.equivalent,
         rule_in_words=(
-            "True: every relative error is below 1e-4. True only if: the first one is, but others are not. False: "
-            "otherwise."
+            "True: every relative error is below 1e-4. True with a condition: the first one is, but others are not. "
+            "False: otherwise."
         ),
         texts={
             "only_if": (
@@ -90,16 +90,17 @@ _CLAIMS = (
         },
         rule=rules.contrastive,
         rule_in_words=(
-            "True: the gradient error of plain accumulation is below 1e-4. True only if: the error of two passes is. "
-            "False: otherwise."
+            "True: the gradient error of plain accumulation is below 1e-4. True with a condition: the error of two "
+            "passes is. False: otherwise."
         ),
         texts={
             "only_if": (
-                "Only with two passes per batch: plain accumulation finds {accuracy_16} of the matches, two passes "
-                "find {accuracy_joint}. A contrastive loss compares every sample with all others of the batch, and a "
-                "micro-batch has fewer of them: the gradient is off by {plain_error}, and with smaller micro-batches "
-                "only {accuracy_4} are found. `ab.joint` first computes all outputs without gradients, then runs each "
-                "micro-batch again with the gradient of the full loss: off by {joint_error}."
+                "Only with two passes per batch: plain accumulation finds the other half of {accuracy_16} of the "
+                "held-out digits, two passes of {accuracy_joint}, guessing of {chance}. A contrastive loss compares "
+                "every sample with all others of the batch, and a micro-batch has fewer of them: the gradient is off "
+                "by {plain_error}, and with smaller micro-batches only {accuracy_4} are found. `ab.joint` first "
+                "computes all outputs without gradients, then runs each micro-batch again with the gradient of the "
+                "full loss: off by {joint_error}."
             ),
         },
         seconds=60,
@@ -122,14 +123,14 @@ _CLAIMS = (
         },
         rule=rules.on_cpus,
         rule_in_words=(
-            "True only if: the error on this machine is below 1e-4, and the memory is smaller; one machine cannot show "
-            "it for any hardware. False: otherwise."
+            "True with a condition: the error on this machine is below 1e-4, and the memory is smaller; one machine "
+            "cannot show it for any hardware. False: otherwise."
         ),
         texts={
             "only_if": (
-                "Only as far as tested: on one CPU, the gradients agree up to rounding ({gradient_error}). In sixteen "
-                "micro-batches, the step needs {memory_ratio} the peak memory of one pass. Accumulation is only a "
-                "loop, and nothing in it depends on the device. But other hardware was not tested for this card."
+                "Shown for one CPU, where the gradients agree up to rounding ({gradient_error}); nothing in the loop "
+                "depends on the device. In sixteen micro-batches, the step needs "
+                "{memory_ratio} the peak memory of one pass."
             ),
         },
         seconds=2,
@@ -150,15 +151,15 @@ _CLAIMS = (
         },
         rule=rules.three_lines,
         rule_in_words=(
-            "False: the usual loop changes more than three lines. True only if: at most three, but the checker finds "
-            "a mistake. True: otherwise."
+            "False: the usual loop changes more than three lines. True with a condition: at most three, but the "
+            "checker finds a mistake. True: otherwise."
         ),
         texts={
             "only_if": (
                 "{changed_lines} lines change, but the loop is correct only if every micro-batch and every window (the "
-                "micro-batches of one step) is full. Otherwise the checker reports mistakes ({findings}). The correct "
-                "loop also changes {changed_lines_right} lines, and calls two small functions that count items; "
-                "anybatch changes {changed_lines_engine}."
+                "micro-batches of one step) is full. If one is not, `anybatch check` reports mistakes ({findings}). "
+                "The correct loop also changes {changed_lines_right} lines, and calls two small functions that count "
+                "items; anybatch changes {changed_lines_engine}."
             ),
         },
         seconds=2,
@@ -177,8 +178,8 @@ _CLAIMS = (
         },
         rule=rules.n_times_longer,
         rule_in_words=(
-            "True: the step takes more than 0.75 N times as long as the same samples in one pass. True only if: more "
-            "than 0.5 N times as long as one micro-batch. False: otherwise."
+            "True: the step takes more than 0.75 N times as long as the same samples in one pass. True with a "
+            "condition: more than 0.5 N times as long as one micro-batch. False: otherwise."
         ),
         texts={
             "true": "With N = {accumulation_steps}, the step takes {ratio_to_same_samples} as long as the same samples "
@@ -212,14 +213,15 @@ _CLAIMS = (
         rule=rules.batch_norm,
         rule_in_words=(
             "True: the gradient error is above 1e-2 with BatchNorm, and below 1e-4 with GroupNorm. False: the error "
-            "with BatchNorm is below 1e-2. True only if: otherwise."
+            "with BatchNorm is below 1e-2. True with a condition: otherwise."
         ),
         texts={
             "true": (
                 "In micro-batches of four, a network for images of shapes has a gradient error of {gradient_error} "
-                "with BatchNorm, and only rounding with GroupNorm. That is {group_norm_error}, in float32. The error "
-                "depends on the micro-batch and on the network. The training loss rises from {loss_64} to {loss_4}, "
-                "and the accuracy on held-out images changes from {accuracy_64} to {accuracy_4}."
+                "with BatchNorm, and only rounding with GroupNorm. The rounding is {group_norm_error}, in float32. The "
+                "error with BatchNorm depends on the micro-batch and on the network. With BatchNorm, the training loss "
+                "rises from {loss_64} to {loss_4}, and the accuracy on held-out images changes from {accuracy_64} to "
+                "{accuracy_4}."
             ),
         },
         seconds=25,
@@ -265,14 +267,15 @@ _CLAIMS = (
         rule=rules.not_free,
         rule_in_words=(
             "False: the peak is not higher than with one micro-batch. True: it is, and a copy of all gradients is in "
-            "memory during a forward. True only if: otherwise."
+            "memory during a forward. True with a condition: otherwise."
         ),
         texts={
             "true": (
-                "From the second micro-batch on, one copy of the gradients ({extra_in_forward}) is in memory during "
-                "the forward, and the peak is higher. It is one copy for any number of micro-batches. The peak rises "
-                "by {extra_at_peak} to {peak_bytes}: by less than the copy, because the peak of a single micro-batch "
-                "comes later in the backward, when some gradients exist and some activations are freed."
+                "From the second micro-batch on, the sum of the earlier gradients ({extra_in_forward}) stays in memory "
+                "during the forward, and the peak is higher. The sum is as large as the parameters, for any number of "
+                "micro-batches. The peak rises by {extra_at_peak} to {peak_bytes}: by less than the sum, because the "
+                "peak of a single micro-batch comes later in the backward, when some gradients exist and some "
+                "activations are freed."
             ),
         },
         seconds=2,
@@ -291,19 +294,14 @@ _CLAIMS = (
         },
         rule=rules.small_micro_batches,
         rule_in_words=(
-            "False: single samples take less than 1.2 times as long as one pass. True: micro-batches of 16 already "
-            "take more than 1.2 times as long. True only if: otherwise."
+            "False: single samples take less than 1.2 times as long as one pass. True with a condition: otherwise; one "
+            "network cannot show it for all, and the transformer of the chapter on memory is not slower in four."
         ),
         texts={
-            "true": (
-                "With the small digits network on a CPU, the same 64 samples take {ratio_16} as long in four "
-                "micro-batches, and {ratio_1} one by one; the larger transformer of the chapter on memory is not "
-                "slower in four. In sixteen micro-batches, it is {ratio_4}. If a micro-batch of 16 keeps the device "
-                "busy, the first number is close to one."
-            ),
             "only_if": (
-                "Only if they are very small: 64 samples take {ratio_16} as long in four micro-batches, {ratio_4} in "
-                "sixteen, and {ratio_1} one by one."
+                "Only if they are too small to keep the device busy: in the small digits network on a CPU, "
+                "64 samples take {ratio_16} as long in four micro-batches, and {ratio_1} one by one. In sixteen, they "
+                "take {ratio_4} as long. The larger transformer of the chapter on memory is not slower in four."
             ),
             "false": "One by one, 64 samples take {ratio_1} as long as in one pass.",
         },
@@ -324,15 +322,15 @@ _CLAIMS = (
         },
         rule=rules.larger_is_faster,
         rule_in_words=(
-            "False: micro-batches of four are less than 1.1 times as fast as single samples. True only if: the last "
-            "speed-up is less than two thirds of the first. True: otherwise."
+            "False: micro-batches of four are less than 1.1 times as fast as single samples. True with a condition: "
+            "the last speed-up is less than two thirds of the first. True: otherwise."
         ),
         texts={
             "true": "The speed-up is {gain_1_to_4} from 1 to 4 samples, and still {gain_64_to_256} from 64 to 256.",
             "only_if": (
                 "Only until the device is busy: on this CPU, going from 1 to 4 samples trains {gain_1_to_4} as fast, "
-                "but going from 64 to 256 gains nothing. There, it is {gain_64_to_256} as fast. In between, it is "
-                "{gain_4_to_16} from 4 to 16, and {gain_16_to_64} from 16 to 64. Once the device is busy, larger "
+                "but going from 64 to 256 gains nothing. From 64 to 256 samples, training is {gain_64_to_256} as fast, "
+                "from 4 to 16 {gain_4_to_16}, and from 16 to 64 {gain_16_to_64}. Once the device is busy, larger "
                 "micro-batches only use more memory."
             ),
             "false": "The speed-up from 1 to 4 samples is {gain_1_to_4}.",
@@ -355,8 +353,8 @@ _CLAIMS = (
         },
         rule=rules.divide_by_n,
         rule_in_words=(
-            "False: the error of dividing by N is above 1e-4 for equal micro-batches. True only if: it is above 1e-2 "
-            "for others. True: otherwise."
+            "False: the error of dividing by N is above 1e-4 for equal micro-batches. True with a condition: it is "
+            "above 1e-2 for others. True: otherwise."
         ),
         texts={
             "only_if": (
@@ -386,14 +384,14 @@ _CLAIMS = (
         rule=rules.forgetting,
         rule_in_words=(
             "Training has diverged if the final loss is at least 0.95 times the loss of random guessing. True: with "
-            "SGD and with Adam. True only if: with one of them. False: otherwise."
+            "SGD and with Adam. True with a condition: with one of them. False: otherwise."
         ),
         texts={
             "only_if": (
-                "Only with SGD and many micro-batches: in sixteen of 4, the loss ends at {sgd_no_division}, no better "
-                "than random guessing ({chance}), instead of {sgd_right}; with Adam it ends at {adam_no_division} "
-                "instead of {adam_right}. Adam divides by the size of the gradient, so most of the factor cancels. "
-                "Clipping and weight decay in the loss are still wrong."
+                "Only with SGD and many micro-batches: with sixteen micro-batches of four samples, the loss ends at "
+                "{sgd_no_division}, no better than random guessing ({chance}), instead of {sgd_right}; with Adam it "
+                "ends at {adam_no_division} instead of {adam_right}. Adam divides by the size of the gradient, so most "
+                "of the factor cancels. Clipping and weight decay in the loss are still wrong."
             ),
         },
         seconds=25,
@@ -415,17 +413,16 @@ _CLAIMS = (
         },
         rule=rules.sync_batch_norm,
         rule_in_words=(
-            "True: the error on one rank is below 1e-4. True only if: it is below 1e-4 with one rank per micro-batch. "
-            "False: otherwise."
+            "True: the error on one rank is below 1e-4. True with a condition: it is below 1e-4 with one rank per "
+            "micro-batch. False: otherwise."
         ),
         texts={
             "only_if": (
-                "Only with one micro-batch per rank (the process of one device): SyncBatchNorm combines ranks, not "
-                "micro-batches, so with four micro-batches on one rank the gradient is still off by {sync_error}. It "
-                "uses the statistics of ranks that run at the same time, but not of micro-batches that run one after "
-                "the other. On two ranks the error is {sync_error_2_ranks}. It disappears ({sync_error_4_ranks}) only "
-                "without accumulation. The engine's exact BatchNorm computes the statistics over all micro-batches: "
-                "{exact_error}."
+                "Only if every device runs exactly one micro-batch: PyTorch's SyncBatchNorm averages over devices, but "
+                "not over micro-batches that run one after the other, so with four of them on one device the gradient "
+                "is still off by {sync_error}. On two ranks the error is "
+                "{sync_error_2_ranks}. It disappears ({sync_error_4_ranks}) only without accumulation. The engine's "
+                "exact BatchNorm computes the statistics over all micro-batches: {exact_error}."
             ),
         },
         seconds=2,

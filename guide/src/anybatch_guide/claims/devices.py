@@ -234,8 +234,8 @@ DEVICE_CLAIMS = (
         },
         rule=rules.all_reduce_saves,
         rule_in_words=(
-            "False: sums through one rank take less than 1.2 times as long. True only if: they take longer, but "
-            "exposed reduction is at least 5% of a step. True: otherwise."
+            "False: sums through one rank take less than 1.2 times as long. True with a condition: they take longer, "
+            "but exposed reduction is at least 5% of a step. True: otherwise."
         ),
         texts={
             "only_if": (
@@ -290,8 +290,8 @@ DEVICE_CLAIMS = (
         },
         rule=rules.sampler_overlap,
         rule_in_words=(
-            "True: no sample is repeated. True only if: none is repeated if the number of samples is divisible by the "
-            "number of ranks. False: otherwise."
+            "True: no sample is repeated. True with a condition: none is repeated if the number of samples is "
+            "divisible by the number of ranks. False: otherwise."
         ),
         texts={
             "only_if": (
@@ -319,7 +319,7 @@ DEVICE_CLAIMS = (
         rule=rules.data_parallel,
         rule_in_words=(
             "False: it changes more lines than DDP. True: it does not, and takes less than 1.1 times the time and "
-            "memory. True only if: otherwise."
+            "memory. True with a condition: otherwise."
         ),
         texts={
             "only_if": (
@@ -379,8 +379,8 @@ DEVICE_CLAIMS = (
         },
         rule=rules.shards_travel,
         rule_in_words=(
-            "True: eight micro-batches gather less than 1.1 times the bytes of one. True only if: they do so layer by "
-            "layer. False: otherwise."
+            "True: eight micro-batches gather less than 1.1 times the bytes of one. True with a condition: they do so "
+            "layer by layer. False: otherwise."
         ),
         texts={
             "only_if": (
@@ -412,7 +412,7 @@ DEVICE_CLAIMS = (
             "at_1_gbit_accumulated": Number("the same with eight micro-batches", "%"),
         },
         rule=rules.linear_to_eight,
-        rule_in_words="True: every efficiency is at least 90%. True only if: some are. False: none is.",
+        rule_in_words="True: every efficiency is at least 90%. True with a condition: some are. False: none is.",
         texts={
             "only_if": (
                 "The efficiency depends on the link, not on the number eight: {in_one_host} in one host, "
@@ -441,8 +441,8 @@ DEVICE_CLAIMS = (
         },
         rule=rules.usual_buckets,
         rule_in_words=(
-            "True: 25 or 50 MiB are always less than 2% slower than the best size. True only if: less than 10% slower. "
-            "False: otherwise."
+            "True: 25 or 50 MiB are always less than 2% slower than the best size. True with a condition: less than "
+            "10% slower. False: otherwise."
         ),
         texts={
             "only_if": (

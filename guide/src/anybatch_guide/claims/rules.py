@@ -47,10 +47,8 @@ def n_times_longer(numbers: Numbers) -> Verdict:
 
 
 def small_micro_batches(numbers: Numbers) -> Verdict:
-    """Judge whether micro-batches of 16 samples, or only single samples, are at least a fifth slower than one pass."""
-    if numbers["ratio_1"] < 1.2:
-        return "false"
-    return "true" if numbers["ratio_16"] > 1.2 else "only_if"
+    """Judge whether single samples are at least a fifth slower than one pass (no proof for other networks)."""
+    return "false" if numbers["ratio_1"] < 1.2 else "only_if"
 
 
 def larger_is_faster(numbers: Numbers) -> Verdict:

@@ -47,7 +47,7 @@ const ENTRIES: (Part & { deeper?: Part[] })[] = [
     id: "memory",
     title: "Memory: savings and cost",
     load: () => import("./MemoryComparison.svelte"),
-    deeper: [{ id: "copy", title: "The cost, to the byte: one copy of the gradients", load: () => import("./GradientCopy.svelte") }],
+    deeper: [{ id: "copy", title: "The cost, to the byte: gradients that stay", load: () => import("./GradientCopy.svelte") }],
   },
   {
     id: "claims",

@@ -1,6 +1,6 @@
 (globalThis.anybatchParts??=new Map).set("gradient_copy",(exports,require,load)=>{const e=require("app"),t=require("choice"),n=require("figure"),r=require("value");var i=e.ot(`<!> <!> <!>`,1),a=e.ot(`<p>If activations are large, accumulation costs one copy of the gradients.
-      If they are small or checkpointed, a single micro-batch peaks late, when its gradients or the update are in memory anyway.
-      Then accumulation costs less.</p>`),o=e.ot(`<p>Run one micro-batch of <!> as a full step.
+      If activations are small or checkpointed, a single micro-batch has its peak late, at the end of its backward pass or in the update.
+      By then, its own gradients are in memory anyway, so accumulation adds less.</p>`),o=e.ot(`<p>Run one micro-batch of <!> as a full step.
   When its activations peak, there are no gradients yet, because the backward pass has just begun.
   The step holds <!>.
   When the same micro-batch is the last of <!>, the sum of the earlier gradients is already in memory and has to stay.

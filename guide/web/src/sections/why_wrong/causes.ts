@@ -31,7 +31,7 @@ const SYNC_LAST = "with nullcontext() if is_last else model.no_sync():";
 export const CAUSES = {
   undivided: {
     title: "Nothing divides the sum of the micro-batch losses",
-    why: "Means are added, so loss and gradient are too large by the number of micro-batches. Adam hides it; for SGD it is a larger learning rate.",
+    why: "Means are added, so loss and gradient are too large by the number of micro-batches. SGD then makes longer steps; Adam divides by the usual size of the gradient, so most of the factor cancels.",
     wrong: `${LOSS}\n▸loss.backward()`,
     fix: BY_SAMPLES,
     loop: "mistakes.no_division",
@@ -72,7 +72,7 @@ export const CAUSES = {
   },
   trainer_loss: {
     title: "A Trainer adds the means of compute_loss",
-    why: "The Trainer does not divide if the model accepts num_items_in_batch, as the models of transformers do. Their built-in loss is correct. If yours returns a mean, the Trainer sums these means.",
+    why: "Models of transformers accept num_items_in_batch and divide by it themselves, so the Trainer does not divide. If your own compute_loss returns a mean and ignores that number, nothing divides: the means are summed.",
     wrong: "def compute_loss(self, model, inputs, return_outputs=False, **kwargs):\n    ...\n▸    return F.cross_entropy(logits, labels)",
     fix: BY_EXACT,
     trainer: "compute_loss",
@@ -185,7 +185,7 @@ export const SYMPTOMS = ask(
   [
     "Jumps at epoch ends",
     ask(
-      "Does an epoch have as many steps as samples / effective batch, rounded up?",
+      "Is the number of steps per epoch equal to ceil(samples / effective batch)?",
       ["No, one fewer", "drop_tail"],
       ["Yes", byRunner(ask("Does a DistributedSampler share out the samples?", ["Yes", "sampler"], ["No", "ragged"]), "trainer_tail")],
     ),
