@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import anybatch as ab
+from anybatch.core.loss_kinds import Term
 from anybatch.errors import AnyBatchError
 
 Data = Mapping[str, Tensor]
@@ -80,17 +81,15 @@ def steps_on(make: Callable[..., Any], **usual: Any) -> Callable[..., None]:
     return run
 
 
-def with_loss(declare: Callable[..., Any], **usual: Any) -> Callable[..., None]:
-    """Return a function that runs a step with a declared loss with some arguments replaced."""
-    return lambda **arguments: step(loss=declare(**{**usual, **arguments}))
-
-
-def of_term(make: Callable[..., Any], **usual: Any) -> Callable[..., None]:
-    """Return a function that runs a step with a term with some arguments replaced."""
+def declaring(declare: Callable[..., Any]) -> Callable[..., None]:
+    """Return a function that runs a step with a declared loss or term with some arguments replaced."""
 
     def run(**arguments: Any) -> None:
-        term = make(**{**usual, **arguments})
-        step(loss=ab.sum_of(lambda model, batch: {"term": loss_of(model, batch)}, term=term))
+        usual = {name: DECLARED[name] for name in parameters_of(declare) if name in DECLARED}
+        made = declare(**{**usual, **arguments})
+        if isinstance(made, Term):
+            made = ab.sum_of(lambda model, batch: {"term": loss_of(model, batch)}, term=made)
+        step(loss=made)
 
     return run
 
@@ -125,7 +124,8 @@ PLAN = {
     "micro_batch_size": 2,
     "proposals": False,
 }
-TOKENS = {"labels": "labels", "shift": False}
+DECLARED = {"function": loss_of, "encode": loss_of, "count": len, "labels": "labels", "shift": False}
+"""Usual arguments of declarations of losses."""
 FUNCTIONS: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "Engine": (step, parameters_of(ab.Engine)),
     # Any object may be a data set, a sampler, or a num_workers that torch rejects.
@@ -145,17 +145,11 @@ FUNCTIONS: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         calling(ab.RunConfig, effective_batch_size=4, learning_rate=0.1, epochs=1),
         parameters_of(ab.RunConfig),
     ),
-    "mean_over": (with_loss(ab.mean_over, function=loss_of, count=len), ("function", "count")),
-    "mean_over_samples": (with_loss(ab.mean_over_samples), ("function",)),
-    "sum_over_samples": (with_loss(ab.sum_over_samples), ("function",)),
-    "mean_over_tokens": (
-        with_loss(ab.mean_over_tokens, function=loss_of, **TOKENS),
-        parameters_of(ab.mean_over_tokens),
-    ),
-    "joint": (with_loss(ab.joint, encode=loss_of, function=loss_of), ("encode", "function")),
-    "samples": (of_term(ab.samples), ("weight",)),
-    "tokens": (of_term(ab.tokens, **TOKENS), parameters_of(ab.tokens)),
-    "counted": (of_term(ab.counted, count=lambda _: 3), ("count", "weight")),
+    **{
+        name: (declaring(declare), parameters_of(declare))
+        for name, declare in inspect.getmembers(ab, inspect.isfunction)
+        if declare.__module__ == ab.LossSum.__module__ and declare is not ab.sum_of
+    },
     "a loss": (returning(lambda value: ab.mean_over_samples(lambda *_: value)), ("value",)),
     "a bare loss": (returning(lambda value: lambda *_: value), ("value",)),
     "a count": (returning(lambda value: ab.mean_over(loss_of, lambda _: value)), ("value",)),
