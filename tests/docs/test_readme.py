@@ -1,8 +1,10 @@
 """The code in README and docs/your_loop.md runs unmodified, and links have targets."""
 
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import anybatch as ab
+from anybatch.core.loss import Loss
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -43,6 +46,11 @@ def names_for_readme_code() -> dict[str, Any]:
     }
 
 
+def returns_loss(function: Callable[..., object]) -> bool:
+    """Whether a function declares a loss."""
+    return get_type_hints(function)["return"] is Loss
+
+
 @pytest.mark.slow
 def test_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All Python blocks of README and docs/your_loop.md run in order in one session."""
@@ -59,14 +67,15 @@ def test_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_declarations_in_the_table_are_valid() -> None:
-    """Every declaration in the table of losses is valid code."""
-    names = names_for_readme_code() | {"loss": lambda *_: None, "w": torch.ones(4)}
-    cells = re.findall(r"\| `(ab\.\w+\(loss.*?\))`", YOUR_LOOP)
+    """The table of losses has valid code for each declaration."""
+    names = names_for_readme_code() | {"loss": lambda *_: None, "encode": len, "w": torch.ones(4)}
+    cells = re.findall(r"\| `ab\.((\w+)\(.*?\))`", YOUR_LOOP)
+    functions = inspect.getmembers(ab, inspect.isfunction)
 
-    declared = [eval(cell, names) for cell in cells]  # noqa: S307 (our own text)
+    declared = [eval(f"ab.{cell}", names) for cell, _ in cells]  # noqa: S307 (our own text)
 
-    assert len(declared) == 5
     assert all(callable(loss.function) for loss in declared)
+    assert {name for _, name in cells} == {name for name, function in functions if returns_loss(function)}
 
 
 def test_readme_is_short() -> None:
