@@ -175,12 +175,10 @@ def start(
 
 
 def _hardware_fields(config: RunConfig) -> dict[str, Any]:
-    """Return the fields of `Hardware` that the settings determine."""
-    size: Any = config.micro_batch_size if isinstance(config.micro_batch_size, int) else "auto"
-    if config.micro_batch_tokens is not None:
-        size = token_budget(config.micro_batch_tokens)
-    found = {"micro_batch_size": size, "accumulation_steps": config.accumulation_steps}
-    return found if config.strategy is None else found | {"strategy": config.strategy}
+    """Return the settings that are fields of `Hardware`, by name."""
+    names, tokens = {field.name for field in dataclasses.fields(Hardware)}, config.micro_batch_tokens
+    found = {name: value for name, value in config.given.items() if name in names}
+    return found if tokens is None else found | {"micro_batch_size": token_budget(tokens)}
 
 
 def _largest_step(dataset: object, effective_batch_size: int) -> int:
