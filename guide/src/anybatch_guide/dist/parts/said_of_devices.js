@@ -1,1 +1,1 @@
-(globalThis.anybatchParts??=new Map).set("said_of_devices",(exports,require,load)=>{const e=require("app"),t=require("cards"),n=require("said");function r(r,i){e.kt(i,!1);let a=n.n.map(t=>e.g(`claims_${t}`));e.L(),t.t(r,{get claims(){return a}}),e.Ot()}exports.default=r;});
+(globalThis.anybatchParts??=new Map).set("said_of_devices",(exports,require,load)=>{require("app");const e=require("cards"),t=require("said");function n(n){e.t(n,{get names(){return t.n}})}exports.default=n;});

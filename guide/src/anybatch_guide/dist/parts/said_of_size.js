@@ -1,1 +1,1 @@
-(globalThis.anybatchParts??=new Map).set("said_of_size",(exports,require,load)=>{const e=require("app"),t=require("cards");function n(n,r){e.kt(r,!1);let i=[`larger_batch`,`one_rule`,`less_noise`,`sharp`].map(t=>e.g(`claims_${t}`));e.L(),t.t(n,{get claims(){return i}}),e.Ot()}exports.default=n;});
+(globalThis.anybatchParts??=new Map).set("said_of_size",(exports,require,load)=>{require("app");const e=require("cards");function t(t){e.t(t,{names:[`larger_batch`,`one_rule`,`less_noise`,`sharp`]})}exports.default=t;});
