@@ -91,7 +91,7 @@ def main() -> None:
     """Print the table, and write it to a file if asked."""
     out = report.parser(__doc__).parse_args().out
     draw = random.Random(0)  # noqa: S311 (nothing here is secret)
-    table = ["| seconds behind the first file | last save begun | loaded | whole | left half-written |"]
+    table = ["| seconds after the first file | last save begun | loaded | whole | left half-written |"]
     table.append("|--:|--:|--:|---|---|")
     with tempfile.TemporaryDirectory() as root:
         for number in range(NUM_KILLS):
