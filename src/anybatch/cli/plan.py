@@ -87,7 +87,6 @@ def _add_step(parser: Parser) -> None:
         metavar="N",
         help="tokens per sample (default: the model's maximum, at most 8192)",
     )
-    add("--precision", choices=("fp32", "bf16", "fp16"), help="number format (default: fp32; --fit may choose another)")
     add("--optimizer", choices=OPTIMIZERS, help="optimizer (default: the recipe's, or AdamW)")
     add("--checkpointing", action="store_true", help="recompute the blocks' activations in the backward")
     add("--lora", type=positive_int, metavar="RANK", help="train LoRA adapters of this rank, over a frozen bf16 base")
@@ -97,7 +96,7 @@ def _add_step(parser: Parser) -> None:
         help="format of the weights; bf16-split also stores their lower 16 bits, bf16-stochastic rounds updates "
         "stochastically; 4bit needs --lora",
     )
-    add_settings(add, "strategy")
+    add_settings(add, "precision", "strategy", precision="fp32; --fit may choose another")
 
 
 def _add_answer(parser: Parser) -> None:

@@ -92,13 +92,7 @@ class MemoryLedger(TorchDispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401 (torch has no public name for this type)
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 (the operation's result)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 (torch's protocol)
         """Run an operation, and record its results."""
         if func is DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a shortcut: this is two thirds of all calls on fake tensors, and slow in torch

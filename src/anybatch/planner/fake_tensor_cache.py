@@ -132,13 +132,7 @@ class FakeLedger(MemoryLedger):
         """Return False: torch need not disable its compiler around each operation, because nothing is compiled."""
         return False
 
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401 (torch has no public name for this type)
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 (any result)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 (torch's protocol)
         """Run an operation, record it and return its result."""
         # Two thirds of all calls during planning query a device, so check for this first.
         if func is DEVICE and type(args[0]) is FakeTensor:

@@ -161,13 +161,7 @@ class HostReads(TorchDispatchMode):
         # Weak references: keeping the tensors alive would change the memory of the step.
         self._drawn: dict[int, tuple[weakref.ref[torch.Tensor], int, float]] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401 (torch has no public name for this type)
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 (any result)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 (torch's protocol)
         """Run an operation; make up the result if it reads a value of a fake tensor."""
         del types
         if func is _CHECKS_OVERFLOW:

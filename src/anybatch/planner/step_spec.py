@@ -6,7 +6,7 @@ in the twin too, so tied weights stay tied. No data is copied and no user code r
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -102,13 +102,7 @@ class _Replacement(TorchFunctionMode):
         # Keep each storage alive, so that its key is not reused.
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
 
-    def __torch_function__(
-        self,
-        func: Any,  # noqa: ANN401 (torch has no public name for this type)
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 (any result)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 (torch's protocol)
         """Replace the functions that copy tensors and parameters."""
         del types
         if func is torch.Tensor.__deepcopy__:

@@ -320,13 +320,7 @@ class JudgedLoop:
 class _CudaIsCpu(TorchFunctionMode):
     """Keeps tensors and modules on the CPU when the loop moves them to an accelerator."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 (the function's result)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 (torch's protocol)
         """Run a function of torch with its devices replaced."""
         if func in {Tensor.cuda, Tensor.pin_memory}:
             return args[0]

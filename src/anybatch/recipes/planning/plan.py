@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
@@ -242,13 +242,7 @@ def _copied(train: TrainSpec) -> TrainSpec:
 class _SameTensors(TorchFunctionMode):
     """A mode in which a deep copy shares all tensors, even tensors with a graph."""
 
-    def __torch_function__(
-        self,
-        func: Any,  # noqa: ANN401 (torch has no public name for this type)
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 (any return type)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 (torch's protocol)
         """Handle the functions that deep copies of tensors call."""
         del types
         return args[0] if func is torch.Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
