@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record, StepRecord
@@ -177,9 +176,7 @@ class MemoryRecording:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Stop recording and create the report."""
         self._stack.close()
         # After an error the last step is incomplete, and a report would be misleading.

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
@@ -93,9 +92,7 @@ class Randomness:
         """Begin an effective batch."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         return
 
     def micro_batch(self, micro_batch: MicroBatch) -> AbstractContextManager[object]:  # noqa: ARG002 (subclasses)
@@ -122,9 +119,7 @@ class KeyedRandomness(Randomness):
         self._states = [generator.get_state() for generator in self.generators]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         for generator, state in zip(self.generators, self._states, strict=True):
             generator.set_state(state)
 

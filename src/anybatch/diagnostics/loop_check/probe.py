@@ -16,7 +16,6 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -121,15 +120,13 @@ class Recorder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         for handle in self._handles:
             handle.remove()
         self._compare_with_used()
         self.trace.ended = kind is not LoopStopped
         self.trace.has_more_passes = kind is LastPassStopped
-        return kind is not None and issubclass(kind, LoopStopped)  # suppressed, because its trace is a valid result
+        return isinstance(error, LoopStopped)  # suppressed, because its trace is a valid result
 
     def one_pass(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a pass over the loader, and record its beginning and end."""
