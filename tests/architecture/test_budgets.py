@@ -11,20 +11,20 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 45
 SHARE_WITHIN_BUDGET = 0.95
 MAX_SIZES = {
-    "engine": (11_550, 41),
-    "diagnostics": (6_200, 28),
-    "planner": (5_200, 20),
+    "engine": (11_541, 41),
+    "diagnostics": (6_188, 28),
+    "planner": (5_182, 20),
     "core": (5_229, 20),
-    "parallel": (4_365, 19),
-    "recipes": (2_948, 15),
-    "cli": (2_380, 18),
+    "parallel": (4_345, 19),
+    "recipes": (2_940, 15),
+    "cli": (2_378, 18),
     "data": (2_250, 10),
     "events": (1_650, 10),
     "checkpoints": (1_480, 6),
     "norms": (1_150, 5),
     "integrations": (2_349, 9),
-    "testing": (1_050, 7),
-    "memory": (840, 5),
+    "testing": (1_047, 7),
+    "memory": (834, 5),
     ".": (700, 12),
 }
 """Lines and files of each folder of the library; "." is the files next to them. Lower a limit after a cut; a feature
