@@ -539,6 +539,14 @@ def test_refused_accelerators(change: dict[str, Any], code: str) -> None:
         run.windows()
 
 
+def test_other_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions of Accelerate without tests are refused."""
+    run = Run(HEADS["BERT, classes"])
+    monkeypatch.setattr(accelerate, "__version__", "1.13.0")
+    with raises(UserError, "unsupported_version"):
+        run.windows()
+
+
 def test_refused_loaders() -> None:
     """Loaders that skip batches, are read by one rank, or have no numbered samples or no step are refused by code."""
     run = Run(HEADS["BERT, classes"], dataloader_config=accelerate.DataLoaderConfiguration(dispatch_batches=True))

@@ -549,8 +549,8 @@ def test_refused_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     with raises(UserError, "pytorch_lightning"):
         callback.setup(object(), Module(), "fit")
     callback.setup(object(), Module(), "test")
-    monkeypatch.setattr(pl, "__version__", "2.7.0")
-    with raises(UserError, "lightning_version"):
+    monkeypatch.setattr("lightning.__version__", "2.7.0")
+    with raises(UserError, "unsupported_version"):
         ab.exact(effective_batch_size=2)
     monkeypatch.delitem(sys.modules, "anybatch.integrations.lightning")
     monkeypatch.setitem(sys.modules, "lightning.pytorch", None)

@@ -3,8 +3,10 @@
 import copy
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -486,6 +488,21 @@ def test_other_objects_and_second_calls(tmp_path: Path) -> None:
     trainer = ab.exact(Run(HEADS["Llama"], tmp_path).trainer)
     with raises(UserError, "already_exact"):
         ab.exact(trainer)
+
+
+@pytest.mark.parametrize(
+    ("package", "version"),
+    [("transformers", "5.22.2"), ("transformers", "5.25.0"), ("accelerate", "2.0"), ("trl", "2")],
+)
+def test_other_versions(package: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions without tests are refused, and the trainer stays as it was."""
+    kind = type("Trainer", (hf.Trainer,), {"__module__": "trl.trainer"}) if package == "trl" else hf.Trainer
+    trainer = Run(HEADS["Llama"], tmp_path, kind).trainer
+    before = dict(vars(trainer))
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace(**{"__version__": version}))
+    with raises(UserError, "unsupported_version"):
+        ab.exact(trainer)
+    assert vars(trainer) == before
 
 
 class Segmenter(nn.Module):

@@ -355,6 +355,7 @@ def _refuse_types(accelerator: Any, loader: Any) -> None:
             f"{type(accelerator).__name__} and {type(loader).__name__}. For a Trainer, call ab.exact(trainer, ...)."
         )
         raise UserError(message, code="unsupported_trainer")
+    loops.refuse_other_versions(["accelerate"])
 
 
 def _refuse_options(accelerator: Any, loader: Any) -> None:

@@ -26,16 +26,12 @@ from anybatch.integrations import loops
 from anybatch.integrations.divisor import ItemCounter, StepItems
 from anybatch.integrations.loops import Count, HostStep, Share, World, share_loader
 
-VERSIONS = ("2.5.", "2.6.")
-
 
 class ExactSteps(pl.Callback):  # type: ignore[misc]
     """Makes each batch of the fit loop an effective batch; the loader's batch size limits that of micro-batches."""
 
     def __init__(self, effective_batch_size: int, count: Count) -> None:
-        if not pl.__version__.startswith(VERSIONS):
-            message = f"ab.exact does not support lightning {pl.__version__}: install lightning 2.6."
-            raise UserError(message, code="lightning_version")
+        loops.refuse_other_versions(["lightning"])
         self.effective_batch_size = checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
         self.count = count
         self.seed = 0

@@ -4,8 +4,9 @@ The host (a trainer) owns the model wrapper, optimizer, clipping and loop. A ste
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,14 @@ Count = Term | Callable[[Any], Any] | None
 KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "persistent_workers")
 SHUFFLED = ("RandomSampler", "SeedableRandomSampler")  # torch's, and the one by which Accelerate replaces it
 OTHER_RANK_FAILED = "another rank ran out of memory"
+VERSIONS: Mapping[str, tuple[str, ...]] = {
+    "transformers": ("5.23.", "5.24."),
+    "accelerate": ("1.14.", "1.15."),
+    "lightning": ("2.5.", "2.6."),
+    "trl": ("1.15.", "1.16."),
+    "sentence_transformers": ("6.1.", "6.2."),
+}
+"""The versions with which the tests were run; others may have another loop."""
 NoSync = Callable[[], AbstractContextManager[Any]]
 RunMicroBatch = Callable[[Any, float], Tensor]
 
@@ -376,6 +385,15 @@ def gather_ragged(gather: Callable[[Tensor], Tensor], tensor: Tensor, *, counts:
     padded[: len(rows)] = rows
     parts = gather(padded).split(max(lengths))
     return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+
+
+def refuse_other_versions(packages: Iterable[str]) -> None:
+    """Raise UserError if one of the packages has a version without tests."""
+    for package in VERSIONS.keys() & set(packages):
+        version, tested = import_module(package).__version__, VERSIONS[package]
+        if not version.startswith(tested):
+            message = f"anybatch does not support {package} {version}: install {package} {tested[-1]}*."
+            raise UserError(message, code="unsupported_version")
 
 
 def refuse(function: str, reasons: Mapping[str, str]) -> None:

@@ -33,6 +33,7 @@ QA_POSITIONS = ("start_positions", "end_positions")
 
 def make_exact(trainer: Any, count: Count, effective_batch_size: int | None) -> None:
     """Replace the methods of a trainer that count items, compute losses and, with an effective batch size, load it."""
+    loops.refuse_other_versions({"accelerate", *(kind.__module__.partition(".")[0] for kind in type(trainer).__mro__)})
     loops.refuse("ab.exact", _reasons(trainer, effective_batch_size))
     if effective_batch_size is None:
         exact = _ExactLoss(trainer, count)
@@ -51,8 +52,6 @@ def _reasons(trainer: Any, effective_batch_size: int | None) -> dict[str, str]:
     return {
         "already_exact": "the trainer's get_batch_samples has been replaced already: call ab.exact once, before "
         "anything else does" * ("get_batch_samples" in vars(trainer)),
-        "old_transformers": "this version of transformers has no Trainer.loss_is_scaled_for_ga: install transformers "
-        "5.23 or newer" * (not hasattr(type(trainer), "loss_is_scaled_for_ga")),
         "data_parallel": f"the trainer uses nn.DataParallel on {args.n_gpu} GPUs, which divides for each copy by "
         "itself: start it with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU" * (args.n_gpu > 1),
         "deepspeed": "DeepSpeed scales and sums the gradients itself: remove the option deepspeed"
