@@ -58,7 +58,7 @@ class Reductions(hf.TrainerCallback):  # type: ignore[misc]
         return reduced.then(lambda done: done.value()[0])
 
 
-def steps_on_a_rank(names: Sequence[str], folder: Path) -> dict[str, Any]:
+def steps_on_a_rank(names: Sequence[str], folder: Path, budget: int | None = None) -> dict[str, Any]:
     """Train each model; return its largest error, its losses and what they should be, its tokens and reductions."""
     join_ranks()
     found = {}
@@ -73,7 +73,8 @@ def steps_on_a_rank(names: Sequence[str], folder: Path) -> dict[str, Any]:
             ddp_backend="gloo",
         )
         count.trainer = run.trainer
-        ab.exact(run.trainer, effective_batch_size=SIZE).train()
+        limit = None if budget is None else ab.token_budget(budget)
+        ab.exact(run.trainer, effective_batch_size=SIZE, micro_batch_size=limit).train()
         windows = run.effective_batches(SIZE)
         error = run.worst_error(windows=windows)
         tokens = run.trainer.state.num_input_tokens_seen
@@ -94,6 +95,17 @@ def test_two_ranks_share_each_effective_batch(tmp_path: Path) -> None:
             assert "sum" in name or losses == pytest.approx(expected, rel=1e-6)
             assert name != "GPT-2" or tokens == sum(lengths)
             assert num_reductions == num_steps == 3
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_token_budgets(tmp_path: Path) -> None:
+    """Ranks that divide a step by its tokens have the gradient of all samples, and reduce once."""
+    for of_rank in values_of(run_ranks(2, steps_on_a_rank, ["GPT-2"], tmp_path, 40)):
+        error, losses, expected, _, num_reductions, num_steps = of_rank["GPT-2"]
+        assert error < BOUND
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert num_reductions == num_steps == 3
 
 
 class Trained(NamedTuple):

@@ -49,6 +49,34 @@ def test_steps_have_the_gradient_of_the_effective_batch(name: str, tmp_path: Pat
     assert numbers == pytest.approx([1 / 3, 2 / 3, 1.0])
 
 
+def test_token_budgets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a token budget, micro-batches have similar lengths and few tokens, and the gradient is the same."""
+    run = Run(HEADS["Llama"], tmp_path)
+    budget, sizes = 4 * max(len(sample["input_ids"]) for sample in run.samples), list[tuple[int, ...]]()
+    run.model.register_forward_pre_hook(
+        lambda _, __, batch: sizes.append(tuple(batch["input_ids"].shape)) if torch.is_grad_enabled() else None,
+        with_kwargs=True,
+    )
+    ab.exact(run.trainer, effective_batch_size=SIZE, micro_batch_size=ab.token_budget(budget)).train()
+
+    assert max(rows * columns for rows, columns in sizes) <= budget
+    assert max(rows for rows, _ in sizes) > MICRO_BATCH_SIZE
+    assert run.worst_error(windows=run.effective_batches(SIZE)) < BOUND
+    assert "split by length" in capsys.readouterr().out
+
+
+def test_lengths_of_a_token_budget(tmp_path: Path) -> None:
+    """A collator's `pad_to_multiple_of` counts; numbers of samples, and a budget without a step's size, are refused."""
+    for remove in (False, True):
+        run = Run(HEADS["Llama"], tmp_path, remove_unused_columns=remove)
+        run.trainer.data_collator.pad_to_multiple_of = 1_000
+        with raises(BatchSizeError, "sample_too_long"):
+            ab.exact(run.trainer, effective_batch_size=SIZE, micro_batch_size=ab.token_budget(999)).train()
+    for options in ({"micro_batch_size": 4, "effective_batch_size": 4}, {"micro_batch_size": ab.token_budget(999)}):
+        with raises(UserError, "micro_batch_size"):
+            ab.exact(Run(HEADS["Llama"], tmp_path).trainer, **options)
+
+
 def test_the_split_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first step prints how it is split, and which batch size it replaces, if that is another one."""
     trained(Run(HEADS["BERT, classes"], tmp_path))

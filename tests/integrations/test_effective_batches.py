@@ -6,10 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, WeightedRandomSampler
 
+from anybatch.core.token_budget import token_budget
 from anybatch.errors import BatchSizeError, DataError, DoesNotFitError
-from anybatch.integrations.loops import ShareLoader, World, share_loader
+from anybatch.integrations.loops import ShareLoader, Tokens, World, share_loader
 from tests.raising import raises
 
 Ids = list[list[int]]
@@ -111,6 +113,35 @@ def test_halving_begins_at_the_share() -> None:
     halved = loader.dataset.halve(next(iter(loader)), "")  # type: ignore[attr-defined]
 
     assert [len(batch) for batch in halved.micro_batches] == [2, 1]
+
+
+def padded(samples: list[torch.Tensor]) -> torch.Tensor:
+    """Return sequences in one tensor."""
+    return nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=30), tokens=st.integers(9, 40), ranks=st.integers(1, 3))
+@pytest.mark.slow
+def test_token_budgets(lengths: list[int], tokens: int, ranks: int) -> None:
+    """Micro-batches have at most the tokens of a budget, also halved; ranks have each sample once, in lockstep."""
+    samples = [torch.full((length,), number) for number, length in enumerate(lengths)]
+    inner: Any = DataLoader(samples, shuffle=True, collate_fn=padded)  # type: ignore[arg-type]
+    limit = Tokens(token_budget(tokens), len)
+    loaders = [share_loader(inner, 13, tokens, World(rank, ranks), seed=3, tokens=limit) for rank in range(ranks)]
+    for shares in zip(*loaders, strict=True):
+        halves = [loader.dataset.at_current_size(share) for loader, share in zip(loaders, shares, strict=True)]  # type: ignore[attr-defined]
+        most = tokens
+        while True:
+            found = [b[:, 0].tolist() for share in halves for b, weight in share.pairs if weight]
+            assert sorted(number for rows in found for number in rows) == sorted(shares[0].key.sample_ids)
+            assert len({len(share.micro_batches) for share in halves}) == 1
+            assert all(b.numel() <= most or len(b) == 1 for share in halves for b in share.micro_batches)
+            try:
+                halves = [loader.dataset.halve(share, "") for loader, share in zip(loaders, halves, strict=True)]  # type: ignore[attr-defined]
+            except DoesNotFitError:
+                break
+            most = (most + 1) // 2
+        assert all(len(rows) == 1 for rows in found)
 
 
 class Drawn(torch.utils.data.Dataset[float]):

@@ -88,6 +88,19 @@ def test_steps_have_the_gradient_of_one_batch(name: str, capsys: pytest.CaptureF
     assert f"the loss is a mean over {name}." in capsys.readouterr().out
 
 
+def test_token_budgets() -> None:
+    """With a token budget, steps are the same as with a number of samples."""
+    module, shapes = Module("tokens"), list[torch.Size]()
+    module.net.register_forward_pre_hook(lambda _, words: shapes.append(words[0].shape))
+    exact = ab.exact(effective_batch_size=SIZE, micro_batch_size=ab.token_budget(24), lengths="words")
+    torch.manual_seed(SEED)
+    pl.Trainer(callbacks=[exact], **QUIET, devices=1, max_epochs=1).fit(module, loader())
+
+    assert max(module.errors) < BOUND
+    assert module.ids == epochs(1)
+    assert max(shape[0] for shape in shapes) > MICRO
+
+
 class Data(pl.LightningDataModule):  # type: ignore[misc]
     """A data module; the attribute is read by Lightning's search for a batch size."""
 

@@ -499,7 +499,7 @@ def test_other_versions(package: str, version: str, tmp_path: Path, monkeypatch:
     kind = type("Trainer", (hf.Trainer,), {"__module__": "trl.trainer"}) if package == "trl" else hf.Trainer
     trainer = Run(HEADS["Llama"], tmp_path, kind).trainer
     before = dict(vars(trainer))
-    monkeypatch.setitem(sys.modules, package, SimpleNamespace(**{"__version__": version}))
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace(__version__=version))
     with raises(UserError, "unsupported_version"):
         ab.exact(trainer)
     assert vars(trainer) == before

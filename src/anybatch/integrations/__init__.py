@@ -3,10 +3,12 @@
 Each library has a module of its own, which is imported when a trainer of that library is given.
 """
 
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
+from anybatch.core.token_budget import TokenBudget
+from anybatch.data.collate import Lengths
 from anybatch.errors import UserError
-from anybatch.integrations.loops import Count
+from anybatch.integrations.loops import Count, Tokens
 from anybatch.integrations.sentence_transformers import Joint
 
 __all__ = ["Joint", "exact"]
@@ -14,15 +16,14 @@ __all__ = ["Joint", "exact"]
 Trainer = TypeVar("Trainer")
 
 
-@overload
-def exact(trainer: Trainer, *, effective_batch_size: int | None = None, count: Count = None) -> Trainer: ...
-
-
-@overload
-def exact(trainer: None = None, *, effective_batch_size: int | None = None, count: Count = None) -> Any: ...
-
-
-def exact(trainer: Any = None, *, effective_batch_size: int | None = None, count: Count = None) -> Any:
+def exact(
+    trainer: Trainer | None = None,
+    *,
+    effective_batch_size: int | None = None,
+    micro_batch_size: TokenBudget | None = None,
+    lengths: Lengths = "input_ids",
+    count: Count = None,
+) -> Trainer | Any:
     """Make every optimizer step of a trainer use the gradient of all its micro-batches as one batch.
 
     Supported: transformers' `Trainer` and its subclasses, such as TRL's `SFTTrainer`. The trainer keeps its data, loop,
@@ -46,6 +47,8 @@ def exact(trainer: Any = None, *, effective_batch_size: int | None = None, count
     Args:
         trainer: the trainer, before `train()`. It is changed in place, and returned. None returns a callback.
         effective_batch_size: samples of a step over all ranks; None keeps a `Trainer`'s batches and accumulation.
+        micro_batch_size: `ab.token_budget(8192)` limits micro-batches by tokens instead of samples.
+        lengths: the lengths of the samples for a token budget, as for `ab.batches`.
         count: the items that the loss averages over, where they cannot be found out: `ab.tokens(shift=False)`,
             `ab.samples()`, or a function of a micro-batch that returns their number.
 
@@ -56,12 +59,19 @@ def exact(trainer: Any = None, *, effective_batch_size: int | None = None, count
         DataError: in `train()`, for an iterable data set, a custom batch sampler, or a loader that drops all samples.
         DoesNotFitError: in `train()`, if a single sample does not fit into memory.
     """
+    tokens = None if micro_batch_size is None else Tokens(micro_batch_size, lengths)
+    if tokens and not (isinstance(micro_batch_size, TokenBudget) and effective_batch_size):
+        message = (
+            f"micro_batch_size={micro_batch_size!r}, but it must be a token budget, such as ab.token_budget(8192), "
+            "with effective_batch_size=. The loader's own batch size limits the samples of a micro-batch."
+        )
+        raise UserError(message, code="micro_batch_size")
     if trainer is None:
-        return _lightning_callback(effective_batch_size, count)
+        return _lightning_callback(effective_batch_size, count, tokens)
     if any(kind.__module__ == "transformers.trainer" for kind in type(trainer).__mro__):
         from anybatch.integrations.transformers import make_exact  # noqa: PLC0415 (imported only when used)
 
-        make_exact(trainer, count, effective_batch_size)
+        make_exact(trainer, count, effective_batch_size, tokens)
         return trainer
     message = (
         f"ab.exact(trainer) takes a Trainer of transformers or a subclass, such as TRL's SFTTrainer, not "
@@ -71,7 +81,7 @@ def exact(trainer: Any = None, *, effective_batch_size: int | None = None, count
     raise UserError(message, code="unsupported_trainer")
 
 
-def _lightning_callback(effective_batch_size: int | None, count: Count) -> object:
+def _lightning_callback(effective_batch_size: int | None, count: Count, tokens: Tokens | None) -> object:
     if effective_batch_size is None:
         message = (
             "ab.exact() needs a trainer, or the effective batch size for a callback of Lightning: "
@@ -86,4 +96,4 @@ def _lightning_callback(effective_batch_size: int | None, count: Count) -> objec
             "transformers' Trainer, call ab.exact(trainer, ...)."
         )
         raise UserError(message, code="missing_package") from error
-    return ExactSteps(effective_batch_size, count)
+    return ExactSteps(effective_batch_size, count, tokens)

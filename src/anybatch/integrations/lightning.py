@@ -24,16 +24,16 @@ from anybatch.data.options import upper_limit
 from anybatch.errors import BatchSizeError, DataError, LossError, UserError
 from anybatch.integrations import loops
 from anybatch.integrations.divisor import ItemCounter, StepItems
-from anybatch.integrations.loops import Count, HostStep, Share, World, share_loader
+from anybatch.integrations.loops import Count, HostStep, Share, Tokens, World, share_loader
 
 
 class ExactSteps(pl.Callback):  # type: ignore[misc]
     """Makes each batch of the fit loop an effective batch; the loader's batch size limits that of micro-batches."""
 
-    def __init__(self, effective_batch_size: int, count: Count) -> None:
+    def __init__(self, effective_batch_size: int, count: Count, tokens: Tokens | None) -> None:
         loops.refuse_other_versions(["lightning"])
         self.effective_batch_size = checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
-        self.count = count
+        self.count, self.tokens = count, tokens
         self.seed = 0
         self.saved: dict[str, int] = {}
         self.loader: _Loader | None = None
@@ -113,9 +113,12 @@ class _Loader:
 
     def build(self) -> None:
         """Create the loader of shares, and once more when a checkpoint has set the seed."""
-        size, options = upper_limit(self._user_loader), self._callback
+        options, tokens = self._callback, self._callback.tokens
+        size = tokens.budget.tokens if tokens else upper_limit(self._user_loader)
         world = World(self._trainer.global_rank, self._trainer.world_size)
-        self._loader = share_loader(self._user_loader, options.effective_batch_size, size, world, seed=options.seed)
+        self._loader = share_loader(
+            self._user_loader, options.effective_batch_size, size, world, seed=options.seed, tokens=tokens
+        )
         self.shares: Any = self._loader.dataset
         self.sampler: Any = self._loader.batch_sampler  # whose `set_epoch` Lightning calls
         self.geometry = {"effective_batch_size": options.effective_batch_size, "num_samples": len(self.dataset)}
@@ -179,8 +182,8 @@ class _Steps:
         if is_new and self.counter.items:
             self._print(f"the loss is a mean over {self.counter.items}.")
         if self.host_step.was_repeated:
-            size = loader.shares.micro_batch_size
-            self._print(f"out of memory in step {trainer.global_step}: micro-batches have at most {size} samples now.")
+            limit = f"{loader.shares.micro_batch_size} {loader.shares.items}"
+            self._print(f"out of memory in step {trainer.global_step}: micro-batches have at most {limit} now.")
         if result.closure_loss is None:
             return result
         return dataclasses.replace(result, closure_loss=trainer.strategy.reduce(total, reduce_op="mean"))

@@ -6,6 +6,7 @@ The host (a trainer) owns the model wrapper, optimizer, clipping and loop. A ste
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -18,8 +19,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from anybatch.core.geometry import ceil_div, checked_int
 from anybatch.core.loss_kinds import Term
-from anybatch.core.splitting import SplitOptions, plan_batch
+from anybatch.core.splitting import BatchPlan, SplitOptions, plan_batch
+from anybatch.core.token_budget import SampleLengths, TokenBudget, plan_by_length
 from anybatch.core.torch_internals import BufferKeeper
+from anybatch.data.collate import KnownLengths, Lengths
 from anybatch.data.indexed import sample_order, sampled_order
 from anybatch.data.loading import UnitKey, UnitLoader
 from anybatch.data.options import batch_samplers, check_sampler_order
@@ -53,6 +56,13 @@ class World(NamedTuple):
     num_ranks: int
 
 
+class Tokens(NamedTuple):
+    """A limit on the tokens of a micro-batch, and the lengths of the samples."""
+
+    budget: TokenBudget
+    lengths: Lengths
+
+
 class StepKey(NamedTuple):
     """The samples of one effective batch, over all ranks."""
 
@@ -66,7 +76,7 @@ class Share(NamedTuple):
     key: StepKey
     micro_batches: list[Any]  # of the same number on all ranks, since some losses communicate
     weights: list[float]  # 1.0; 0.0 for a filler, a repeated micro-batch that must not count
-    micro_batch_size: int  # the maximum
+    micro_batch_size: int  # the maximum, in samples or tokens
 
     @property
     def pairs(self) -> list[tuple[Any, float]]:
@@ -77,19 +87,36 @@ class Share(NamedTuple):
 class Shares(torch.utils.data.Dataset[Any]):
     """A data set whose items are shares of effective batches; it can be used in the workers of a DataLoader."""
 
-    def __init__(self, loader: UnitLoader, micro_batch_size: int, world: World) -> None:
+    def __init__(self, loader: UnitLoader, micro_batch_size: int, world: World, tokens: Tokens | None) -> None:
         self.loader = loader
         self.micro_batch_size = micro_batch_size
+        self.items = "tokens" if tokens else "samples"
         self._world = world
+        self._budget = tokens and tokens.budget
+        self._known = tokens and KnownLengths(tokens.lengths, loader.collate, loader.dataset)
 
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self.loader.dataset)
 
+    def _lengths(self, ids: Sequence[int]) -> SampleLengths:
+        """Return the lengths of samples; 1 without a token budget."""
+        lengths = self._known.of(ids) if self._known else SampleLengths(tokens=[1] * len(ids))
+        collate = getattr(self.loader.collate, "data_collator", self.loader.collate)
+        multiple_of = getattr(collate, "pad_to_multiple_of", None)  # of transformers' collators
+        return replace(lengths, multiple_of=multiple_of) if self._known and multiple_of else lengths
+
+    def plan(self, ids: Sequence[int]) -> BatchPlan:
+        """Return the micro-batches of all ranks for the samples of an effective batch."""
+        split, num_ranks = SplitOptions(micro_batch_size=self.micro_batch_size, lockstep=True), self._world.num_ranks
+        if self._budget is None:
+            return plan_batch(len(ids), num_ranks, split)
+        budget = replace(self._budget, current_tokens=self.micro_batch_size)
+        return plan_by_length(self._lengths(ids), num_ranks, split, budget)
+
     def __getitems__(self, key: StepKey) -> Share:
         """Load this rank's share of an effective batch."""
-        split = SplitOptions(micro_batch_size=self.micro_batch_size, lockstep=True)
-        plan = plan_batch(len(key.sample_ids), self._world.num_ranks, split)
+        plan = self.plan(key.sample_ids)
         units = plan.shares[self._world.rank]
         ids = [tuple(key.sample_ids[position] for position in plan.positions(unit)) for unit in units]
         loaded = [self.loader(UnitKey(key.epoch, of_unit)) for of_unit in ids]
@@ -101,9 +128,11 @@ class Shares(torch.utils.data.Dataset[Any]):
 
     def halve(self, share: Share, reason: str) -> Share:
         """Halve the micro-batch size from now on, and return the share, split again; raise if the size is 1."""
+        plan, lengths = self.plan(share.key.sample_ids), self._lengths(share.key.sample_ids).occupied_tokens
+        units = [plan.positions(unit) for unit in plan.units if unit.num_samples > 1]
         # A batch may be smaller than the limit.
-        size = min(self.micro_batch_size, ceil_div(len(share.key.sample_ids), self._world.num_ranks))
-        if size <= 1:
+        size = max((len(unit) * max(lengths[position] for position in unit) for unit in units), default=0)
+        if not size:
             message = f"not even 1 sample at a time fits into memory. torch says: {reason}"
             raise DoesNotFitError(message, micro_batch_size=1)
         self.micro_batch_size = ceil_div(size, 2)
@@ -153,7 +182,13 @@ class ShareLoader(DataLoader[Any]):
 
 
 def share_loader(
-    loader: DataLoader[Any], effective_batch_size: int, micro_batch_size: int, world: World, *, seed: int
+    loader: DataLoader[Any],
+    effective_batch_size: int,
+    micro_batch_size: int,
+    world: World,
+    *,
+    seed: int,
+    tokens: Tokens | None = None,
 ) -> ShareLoader:
     """Return a loader of effective batches with the data set, sampler, collate function and workers of another loader.
 
@@ -185,7 +220,7 @@ def share_loader(
         message = f"no step: {len(dataset)} samples are fewer than an effective batch ({effective_batch_size}){remedy}."
         raise DataError(message, code="no_step")
     return ShareLoader(
-        Shares(UnitLoader(dataset, loader.collate_fn, seed), micro_batch_size, world),
+        Shares(UnitLoader(dataset, loader.collate_fn, seed), micro_batch_size, world, tokens),
         batch_sampler=steps,  # type: ignore[arg-type]
         collate_fn=itself,
         **{name: getattr(loader, name) for name in KEPT},

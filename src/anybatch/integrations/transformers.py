@@ -14,15 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from anybatch.core.geometry import ceil_div, checked_int
-from anybatch.core.splitting import SplitOptions, plan_batch
+from anybatch.core.geometry import checked_int
 from anybatch.core.tree import map_tensors, tensors_of
 from anybatch.data.loading import UnitKey
 from anybatch.engine.evaluation import evaluation_mode
 from anybatch.errors import BatchSizeError, LossError, UserError
 from anybatch.integrations import loops, probe
 from anybatch.integrations.divisor import ItemCounter, findings_of_ranks, num_items, total_items, weighted_mean
-from anybatch.integrations.loops import Count, HostStep, Share, ShareLoader, World, itself, share_loader
+from anybatch.integrations.loops import Count, HostStep, Share, ShareLoader, Tokens, World, itself, share_loader
 from anybatch.integrations.probe import MAX_ROWS, Batch, Reduction
 
 MIN_SAMPLES = 5
@@ -31,7 +30,7 @@ STATE = "anybatch"  # key of the trainer's state
 QA_POSITIONS = ("start_positions", "end_positions")
 
 
-def make_exact(trainer: Any, count: Count, effective_batch_size: int | None) -> None:
+def make_exact(trainer: Any, count: Count, effective_batch_size: int | None, tokens: Tokens | None) -> None:
     """Replace the methods of a trainer that count items, compute losses and, with an effective batch size, load it."""
     loops.refuse_other_versions({"accelerate", *(kind.__module__.partition(".")[0] for kind in type(trainer).__mro__)})
     loops.refuse("ab.exact", _reasons(trainer, effective_batch_size))
@@ -40,7 +39,7 @@ def make_exact(trainer: Any, count: Count, effective_batch_size: int | None) -> 
     else:
         checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
         loops.refuse("ab.exact", _reasons_for_batches(trainer))
-        exact = _EffectiveBatches(trainer, count, effective_batch_size)
+        exact = _EffectiveBatches(trainer, count, effective_batch_size, tokens)
     for name in exact.host:
         setattr(trainer, name, getattr(exact, name))
     trainer.loss_is_scaled_for_ga = True  # by `compute_loss`: the trainer does not divide by the accumulation steps
@@ -222,10 +221,11 @@ class _EffectiveBatches(_ExactLoss):
     replaced = (*_ExactLoss.replaced, "get_train_dataloader", "training_step", "get_total_train_batch_size")
     replaced += ("floating_point_ops", "_track_num_input_tokens")
 
-    def __init__(self, trainer: Any, count: Count, effective_batch_size: int) -> None:
+    def __init__(self, trainer: Any, count: Count, effective_batch_size: int, tokens: Tokens | None) -> None:
         super().__init__(trainer, count)
         args = trainer.args
-        self._size = effective_batch_size
+        self._size, self._tokens = effective_batch_size, tokens
+        self._limit = tokens.budget.tokens if tokens else args.per_device_train_batch_size
         self._num_steps_alone, args.gradient_accumulation_steps = args.gradient_accumulation_steps, 1
         self._world = World(args.process_index, args.world_size)
         self._shares: Any = None  # the data set of the loader, once there is one
@@ -238,9 +238,10 @@ class _EffectiveBatches(_ExactLoss):
     def get_train_dataloader(self) -> ShareLoader:
         """Return a loader of effective batches, with the data, the workers and the kind of order of the trainer."""
         args = self._trainer.args
-        size = args.per_device_train_batch_size if self._shares is None else self._shares.micro_batch_size
+        size = self._limit if self._shares is None else self._shares.micro_batch_size
         seed = args.seed if args.data_seed is None else args.data_seed
-        loader = share_loader(self.host["get_train_dataloader"](), self._size, size, self._world, seed=seed)
+        alone = self.host["get_train_dataloader"]()
+        loader = share_loader(alone, self._size, size, self._world, seed=seed, tokens=self._tokens)
         self._shares = loader.dataset
         steps = {"effective_batch_size": self._size, "num_samples": len(self._shares), "seed": seed}
         self._check_resumed = partial(_check_resumed, steps, len(loader))
@@ -263,16 +264,14 @@ class _EffectiveBatches(_ExactLoss):
             _, host_count = self.host["get_batch_samples"](iter(batches), len(batches), device)
             with_fillers = self._num_items([(batch, 1.0) for batch in batches], device)
             self._print(self._found(self._num_steps_alone, host_count, with_fillers))
-            self._print(self._describe_split())
+            self._print(self._describe_split(share))
         return [share], total
 
-    def _describe_split(self) -> str:
-        ranks, shares = self._world.num_ranks, self._shares
-        plan = plan_batch(min(self._size, len(shares)), ranks, SplitOptions(micro_batch_size=shares.micro_batch_size))
-        size, steps = self._trainer.args.per_device_train_batch_size, self._num_steps_alone
-        alone = size * steps * ranks
-        replaced = f" (instead of {ranks} x {steps} x {size} = {alone})" if alone != self._size else ""
-        return f"effective batch: {plan}{replaced}."
+    def _describe_split(self, share: Share) -> str:
+        ranks, size = self._world.num_ranks, self._trainer.args.per_device_train_batch_size
+        alone = size * self._num_steps_alone * ranks
+        replaced = f" (instead of {ranks} x {self._num_steps_alone} x {size} = {alone})" if alone != self._size else ""
+        return f"effective batch: {self._shares.plan(share.key.sample_ids)}{replaced}."
 
     def training_step(self, model: nn.Module, inputs: Share, num_items_in_batch: Any = None) -> Tensor:
         """Run all micro-batches of a share, and return the loss of the step, times the ranks."""
@@ -281,7 +280,7 @@ class _EffectiveBatches(_ExactLoss):
             no_sync = loops.fsdp_no_sync if isinstance(model, FSDPModule) else self._trainer.accelerator.no_sync
             self._host_step = HostStep(model, self._trainer.args.device, partial(no_sync, model))
         host_step, shares = self._host_step, self._shares
-        size = min(shares.micro_batch_size, ceil_div(len(inputs.key.sample_ids), self._world.num_ranks))
+        size = shares.micro_batch_size
 
         def run_micro_batch(batch: Batch, weight: float) -> Tensor:
             self._weight = weight
@@ -293,8 +292,8 @@ class _EffectiveBatches(_ExactLoss):
         if host_step.was_repeated:
             self._print(
                 f"out of memory in step {self._trainer.state.global_step}: repeated with micro-batches of at most "
-                f"{shares.micro_batch_size} samples instead of {size}, also from now on. "
-                f"{self._describe_split().capitalize()}"
+                f"{shares.micro_batch_size} {shares.items} instead of {size}, also from now on. "
+                f"{self._describe_split(inputs).capitalize()}"
             )
         return total
 
