@@ -53,8 +53,9 @@ def separate_accelerators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def gradients(model: nn.Module) -> Gradients:
-    """Return copies of all gradients."""
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    """Return copies of all gradients, whole if they are sharded."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad.clone() for name, grad in found.items()}
 
 
 class Run:
@@ -656,29 +657,36 @@ def test_unusual_models(two_ranks: RankPool) -> None:
     two_ranks.run(on_ranks, unusual_models_on_a_rank)
 
 
-def fsdp_on_a_rank(loop: str) -> None:
-    """Check an epoch with FSDP2."""
-    accelerator = accelerate.Accelerator(cpu=True)
-    head = HEADS["BERT, tokens"]
-    run = Run(head)
-    torch.manual_seed(1)
-    run.model = run.net = fully_shard(head.model().double())
-    assert all(isinstance(parameter, DTensor) for parameter in run.net.parameters())
-    sgd = torch.optim.SGD(run.net.parameters(), lr=0.0)
-    sgd.register_step_pre_hook(
-        lambda *_: run.steps.append({name: p.grad.full_tensor() for name, p in run.net.named_parameters()})
+def fsdp_on_a_rank(loop: str, by: str) -> None:
+    """Check an epoch with FSDP2, applied by torch's function or by Accelerate."""
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2, cpu_ram_efficient_loading=False, auto_wrap_policy="transformer_based_wrap"
     )
-    run.optimizer = accelerator.prepare(sgd)
+    accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin if by == "Accelerate" else None)
+    if by == "Accelerate":  # which uses DDP instead of FSDP on CPUs, without a warning
+        kind = accelerate.DistributedType.FSDP
+        vars(accelerate.PartialState()).update(distributed_type=kind)
+        vars(accelerator.state).update(distributed_type=kind, fsdp_plugin=plugin)
+    run = Run(HEADS["Llama"])
+    assert accelerator.is_fsdp2 is (by == "Accelerate")
+    if by == "torch":
+        torch.manual_seed(1)
+        run.model = run.net = fully_shard(run.head.model().double())
+        sgd = torch.optim.SGD(run.net.parameters(), lr=0.0)
+        sgd.register_step_pre_hook(lambda *_: run.steps.append(gradients(run.net)))
+        run.optimizer = accelerator.prepare(sgd)
+    assert all(isinstance(parameter, DTensor) for parameter in run.net.parameters())
     LOOPS[loop](run, run.windows())
     check(run)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
+@pytest.mark.parametrize("by", ["torch", "Accelerate"])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_fsdp(loop: str, two_ranks: RankPool) -> None:
+def test_fsdp(loop: str, by: str, two_ranks: RankPool) -> None:
     """The steps of a model that FSDP2 shards over two ranks have the gradients of their samples in one batch."""
-    two_ranks.run(on_ranks, fsdp_on_a_rank, loop)
+    two_ranks.run(on_ranks, fsdp_on_a_rank, loop, by)
 
 
 def saved_on_a_rank(folder: Path) -> None:
