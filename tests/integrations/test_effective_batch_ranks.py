@@ -20,7 +20,7 @@ from tests.integrations.heads import HEADS, Head, classified, collate, hf
 from tests.integrations.trainer_runs import Run, gradients, join_ranks
 from tests.raising import raises
 
-pytest.importorskip("accelerate", reason="needs the extra anybatch[transformers]")
+accelerate = pytest.importorskip("accelerate", reason="needs the extra anybatch[transformers]")
 
 SIZE = 13
 NUM_SAMPLES = 27  # steps of 13, 13 and 1: shares of 7 and 6, 7 and 6, 1 and 0
@@ -341,8 +341,41 @@ class ReduceScatters(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def sharded_steps_on_a_rank(folder: Path) -> list[tuple[float, int]]:
-    """Train a model that transformers has sharded; return the error and the number of reduce-scatters of each step."""
+class ShardedByAccelerate(hf.Trainer):  # type: ignore[misc]
+    """A Trainer with the option `fsdp`; on CPUs, Accelerate would use DDP instead, without a warning."""
+
+    version = 2
+
+    def __init__(self, *args: Any, optimizers: Any, **options: Any) -> None:
+        del optimizers  # the Trainer would refuse them
+        super().__init__(*args, **options)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Set the state that Accelerate sets on GPUs."""
+        super().create_accelerator_and_postprocess()
+        plugin = accelerate.FullyShardedDataParallelPlugin(
+            fsdp_version=self.version, cpu_ram_efficient_loading=False, auto_wrap_policy="transformer_based_wrap"
+        )
+        kind = accelerate.DistributedType.FSDP
+        vars(accelerate.PartialState()).update(distributed_type=kind)
+        vars(self.accelerator.state).update(distributed_type=kind, fsdp_plugin=plugin)
+        self.is_fsdp_enabled = True
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Return an optimizer for the parameters, which Accelerate replaces."""
+        del model
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        return self.optimizer
+
+
+class Fsdp1(ShardedByAccelerate):
+    """A Trainer with the first version of FSDP."""
+
+    version = 1
+
+
+def sharded_steps_on_a_rank(folder: Path, by: str) -> list[tuple[float, int]]:
+    """Train a model that is sharded; return the error and the number of reduce-scatters of each step."""
     join_ranks()
     torch.manual_seed(1)
     head, initial, steps = HEADS["Llama"], HEADS["Llama"].model().double(), []
@@ -356,7 +389,13 @@ def sharded_steps_on_a_rank(folder: Path) -> list[tuple[float, int]]:
         )
         return sharded
 
-    run = Run(Head(load, head.sample), folder, num_samples=NUM_SAMPLES, ddp_backend="gloo")
+    options: dict[str, Any] = {"num_samples": NUM_SAMPLES, "ddp_backend": "gloo"}
+    if by == "Accelerate":
+        with raises(UserError, "fsdp"):
+            ab.exact(Run(head, folder, Fsdp1, **options).trainer, effective_batch_size=SIZE)
+        run = Run(head, folder, ShardedByAccelerate, **options)
+    else:
+        run = Run(Head(load, head.sample), folder, **options)
     trainer = run.trainer
     with raises(UserError, "fsdp"):
         ab.exact(trainer)
@@ -387,10 +426,12 @@ def gathered(parameter: nn.Parameter) -> torch.Tensor:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(hf, "DistributedConfig"), reason="this transformers does not shard models")
-def test_models_sharded_by_fsdp2(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["transformers", "Accelerate"])
+def test_models_sharded_by_fsdp2(by: str, tmp_path: Path) -> None:
     """With FSDP2 the steps are exact, and each reduces once, regardless of its number of micro-batches."""
-    for of_rank in values_of(run_ranks(2, sharded_steps_on_a_rank, tmp_path)):
+    if by == "transformers" and not hasattr(hf, "DistributedConfig"):
+        pytest.skip("this transformers does not shard models")
+    for of_rank in values_of(run_ranks(2, sharded_steps_on_a_rank, tmp_path, by)):
         errors, reductions = zip(*of_rank, strict=True)
         assert max(errors) < BOUND
         assert len(set(reductions)) == 1, reductions  # the last step has a single micro-batch

@@ -47,7 +47,9 @@ def make_exact(trainer: Any, count: Count, effective_batch_size: int | None, tok
 
 def _reasons(trainer: Any, effective_batch_size: int | None) -> dict[str, str]:
     args, config = trainer.args, getattr(trainer.model, "config", None)
-    is_fsdp = trainer.is_fsdp_enabled or (effective_batch_size is None and isinstance(trainer.model, FSDPModule))
+    is_fsdp, is_fsdp2 = trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled, trainer.accelerator.is_fsdp2
+    if effective_batch_size is None:
+        is_fsdp, is_fsdp2 = is_fsdp or isinstance(trainer.model, FSDPModule), False
     return {
         "already_exact": "the trainer's get_batch_samples has been replaced already: call ab.exact once, before "
         "anything else does" * ("get_batch_samples" in vars(trainer)),
@@ -55,8 +57,8 @@ def _reasons(trainer: Any, effective_batch_size: int | None) -> dict[str, str]:
         "itself: start it with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU" * (args.n_gpu > 1),
         "deepspeed": "DeepSpeed scales and sums the gradients itself: remove the option deepspeed"
         * bool(trainer.is_deepspeed_enabled),
-        "fsdp": "of FSDP, only models from from_pretrained(distributed_config=DistributedConfig(fsdp_size=...)) work, "
-        "and only with effective_batch_size=: use these, DDP, or ab.Engine with strategy='fsdp'" * bool(is_fsdp),
+        "fsdp": "of FSDP, only version 2 works, and only with effective_batch_size=: use it or DDP"
+        * bool(is_fsdp and not is_fsdp2),
         "auto_find_batch_size": "auto_find_batch_size=True starts the training again with another batch size: set it "
         "to False" * bool(args.auto_find_batch_size),
         "lomo": f"{args.optim} updates parameters during the backward, before a step is complete: use another "
