@@ -41,7 +41,7 @@ VERSIONS: Mapping[str, tuple[str, ...]] = {
     "transformers": ("5.23.", "5.24."),
     "accelerate": ("1.14.", "1.15."),
     "lightning": ("2.5.", "2.6."),
-    "trl": ("1.15.", "1.16."),
+    "trl": ("1.16.",),  # 1.15 needs a GPU, so the tests were not run with it
     "sentence_transformers": ("6.1.", "6.2."),
 }
 """The versions with which the tests were run; others may have another loop."""
