@@ -552,7 +552,7 @@ def test_refusals(error: type[UserError], code: str, module: Callable[[], Module
 
 def test_refused_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing size, a size below 1, other versions, the other package and a missing package are refused by code."""
-    with raises(UserError, "no_trainer"):
+    with raises(UserError, "unsupported_trainer"):
         ab.exact()
     with pytest.raises(BatchSizeError):
         ab.exact(effective_batch_size=0)

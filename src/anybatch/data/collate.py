@@ -240,9 +240,10 @@ class KnownLengths:
         has_both = isinstance(collate, PaddedOrPacked)
         if isinstance(collate, PaddedOrPacked):
             collate = collate.padded
-        multiple_of = collate.multiple_of if isinstance(collate, Padded) else 1
+        # Collators of transformers have the second name.
+        multiple_of = collate.multiple_of if isinstance(collate, Padded) else getattr(collate, "pad_to_multiple_of", 1)
         packed = isinstance(collate, Packed)
-        self._layout = SampleLengths(tokens=(), packed=packed, has_both_layouts=has_both, multiple_of=multiple_of)
+        self._layout = SampleLengths(tokens=(), packed=packed, has_both_layouts=has_both, multiple_of=multiple_of or 1)
         self._longest = collate.longest if isinstance(collate, (Padded, Packed)) else None
         self._dataset = dataset
         self._lengths = lengths

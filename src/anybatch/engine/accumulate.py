@@ -86,7 +86,8 @@ class Randomness:
     def __init__(self, device: torch.device) -> None:
         self.generators = [torch.default_generator]
         if device.type != "cpu" and (by_index := getattr(torch.get_device_module(device), "default_generators", None)):
-            self.generators.append(by_index[device.index or 0])
+            index = device.index
+            self.generators.append(by_index[torch.accelerator.current_device_index() if index is None else index])
 
     def __enter__(self) -> Self:
         """Begin an effective batch."""

@@ -66,7 +66,7 @@ def exact(
             "with effective_batch_size=. The loader's own batch size limits the samples of a micro-batch."
         )
         raise UserError(message, code="micro_batch_size")
-    if trainer is None:
+    if trainer is None and effective_batch_size is not None:
         return _lightning_callback(effective_batch_size, count, tokens)
     if any(kind.__module__ == "transformers.trainer" for kind in type(trainer).__mro__):
         from anybatch.integrations.transformers import make_exact  # noqa: PLC0415 (imported only when used)
@@ -81,13 +81,7 @@ def exact(
     raise UserError(message, code="unsupported_trainer")
 
 
-def _lightning_callback(effective_batch_size: int | None, count: Count, tokens: Tokens | None) -> object:
-    if effective_batch_size is None:
-        message = (
-            "ab.exact() needs a trainer, or the effective batch size for a callback of Lightning: "
-            "Trainer(callbacks=[ab.exact(effective_batch_size=512)])."
-        )
-        raise UserError(message, code="no_trainer")
+def _lightning_callback(effective_batch_size: int, count: Count, tokens: Tokens | None) -> object:
     try:
         from anybatch.integrations.lightning import ExactSteps  # noqa: PLC0415 (imported only when used)
     except ModuleNotFoundError as error:

@@ -6,6 +6,7 @@ Private name: `_schedulers`; methods that are replaced: decision 0086.
 
 import copy
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -103,7 +104,8 @@ def windows(
     if checked_int("start", start, minimum=0) > len(shares):
         message = f"start={start}, but the epoch has {len(shares)} windows: pass the windows since its beginning."
         raise UserError(message, code="start_beyond_epoch")
-    return Windows(accelerator, shares, lambda: ItemCounter(count), start, vars(loader), (seed, epoch))
+    counters = defaultdict[tuple[int, int], ItemCounter](lambda: ItemCounter(count))
+    return Windows(accelerator, shares, counters, start, vars(loader), (seed, epoch))
 
 
 @dataclass(eq=False)
@@ -112,11 +114,10 @@ class Windows:
 
     accelerator: Any
     shares: ShareLoader
-    new_counter: Callable[[], ItemCounter]
+    counters: defaultdict[tuple[int, int], ItemCounter]
     start: int
     memory: dict[str, Any]
     _order: tuple[int, int]
-    counters: dict[tuple[int, int], ItemCounter] = field(default_factory=dict)
     _steps: dict[int, HostStep] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -153,16 +154,6 @@ class Windows:
         return self._steps[id(model)]
 
 
-@dataclass
-class _MicroBatch:
-    """A micro-batch as it was loaded, and the losses scaled so far, each before and after."""
-
-    batch: Any
-    weight: float
-    is_last: bool = False
-    losses: list[tuple[weakref.ref[Tensor], ...]] = field(default_factory=list)  # whose graphs are not kept alive
-
-
 class Window:
     """This rank's micro-batches of one effective batch; `ids` are its samples in the data set, over all ranks."""
 
@@ -173,7 +164,8 @@ class Window:
         self._share = share
         self._is_early = is_early
         self._num_passes = 0
-        self._current: _MicroBatch | None = None
+        self._batch, self._weight, self._is_last = None, 0.0, True  # of the micro-batch, as it was loaded
+        self._losses: list[weakref.ref[Tensor]] | None = None  # of the micro-batch, before and after `scale`
         self._items: dict[tuple[int, int], StepItems] = {}
         self._total = torch.zeros((), device=owner.accelerator.device)
         self._guard = _Guard(())
@@ -188,7 +180,7 @@ class Window:
         self._begin(models)
         last = len(self._share.micro_batches) - 1
         for number, (batch, weight) in enumerate(self._share.pairs):
-            self._current = _MicroBatch(batch, weight, is_last=number == last)
+            self._batch, self._weight, self._is_last, self._losses = batch, weight, number == last, []
             self._accelerator.sync_gradients = number == last
             with ExitStack() as stack:
                 for module in models if number < last else ():
@@ -203,21 +195,20 @@ class Window:
 
         Fields of the micro-batch may have been changed, but not its samples.
         """
-        current = self._current
-        if current is None:
+        if self._losses is None:
             _refuse_loop("scale_outside")
-        rows, found = ({len(tensor) for tensor in tensors_of(tree) if tensor.dim()} for tree in (current.batch, batch))
+        rows, found = ({len(tensor) for tensor in tensors_of(tree) if tensor.dim()} for tree in (self._batch, batch))
         if rows and found and not rows & found:
             _refuse_loop("other_micro_batch")
-        if any(known() is loss for pair in current.losses for known in pair):
+        if any(known() is loss for known in self._losses):
             _refuse_loop("scaled_twice")
-        if not current.losses:
-            if self._accelerator.sync_gradients is not current.is_last:
+        if not self._losses:
+            if self._accelerator.sync_gradients is not self._is_last:
                 _refuse_loop("accumulate_inside")
             self._guard.begin_backward(is_early=self._is_early)
-        items = self._items_of((self._num_passes, len(current.losses)), lambda: None)
-        scaled, _ = items.weighted(loss, current.batch, current.weight)
-        current.losses.append((weakref.ref(loss), weakref.ref(scaled)))
+        items = self._items_of((self._num_passes, len(self._losses) // 2), lambda: None)
+        scaled, _ = items.weighted(loss, self._batch, self._weight)
+        self._losses += [weakref.ref(loss), weakref.ref(scaled)]  # whose graphs are not kept alive
         self._total = self._total + scaled.detach()
         return scaled
 
@@ -253,7 +244,7 @@ class Window:
     def check_finished(self) -> None:
         """Raise unless the loop has used no micro-batch, or all of them."""
         self._check_scaled()
-        if self._current is not None and not self._current.is_last:
+        if not self._is_last:
             _refuse_loop("incomplete_window")
 
     def _begin(self, models: tuple[nn.Module, ...]) -> None:
@@ -261,21 +252,20 @@ class Window:
             if self._accelerator.num_processes > 1 and not isinstance(model, (DistributedDataParallel, FSDPModule)):
                 _refuse_loop("unprepared_model")
         self.check_finished()
-        self._current = None
+        self._losses, self._is_last = None, True
         self._num_passes += 1
         self._total = torch.zeros_like(self._total)
         self._guard = _Guard(models)
 
     def _check_scaled(self) -> None:
-        if self._current is not None and not self._current.losses:
+        if self._losses == []:
             _refuse_loop("not_scaled")
 
     def _items_of(self, key: tuple[int, int], check_other_ranks: Callable[[], None]) -> StepItems:
         """Return the items of a loss: the losses of a micro-batch are numbered, since each has its own items."""
         if key not in self._items:
-            counter = self._owner.counters.setdefault(key, self._owner.new_counter())
-            device, ranks = self._accelerator.device, self._accelerator.num_processes
-            self._items[key] = StepItems(counter, self._share, device, ranks, check_other_ranks)
+            counter, ranks = self._owner.counters[key], self._accelerator.num_processes
+            self._items[key] = StepItems(counter, self._share, self._accelerator.device, ranks, check_other_ranks)
         return self._items[key]
 
     def _on_device(self, batch: Any) -> Any:

@@ -167,6 +167,7 @@ class StepItems:
     check_other_ranks: Callable[[], None]  # called before ranks communicate within a micro-batch
 
     def __post_init__(self) -> None:
+        self._count_all = partial(total_items, self.counter, self.share.pairs, self.device)
         self.total = self._count_all() if self.counter.items else None
 
     def weighted(self, loss: Tensor, batch: Any, weight: float) -> tuple[Tensor, Tensor]:
@@ -180,9 +181,6 @@ class StepItems:
             self.total = self._count_all()
         items = num_items(self.counter, batch, self.device) * weight
         return weighted_mean(loss, items, self.total, self.ranks), items
-
-    def _count_all(self) -> Tensor:
-        return total_items(self.counter, self.share.pairs, self.device)
 
 
 def num_items(count: Callable[[Any], Any], batch: Any, device: torch.device) -> Tensor:

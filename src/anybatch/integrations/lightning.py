@@ -158,6 +158,7 @@ class _Steps:
         self.automatic = trainer.fit_loop.epoch_loop.automatic_optimization
         self.trainer, self.module, self.host_step, self._callback = trainer, module, host_step, callback
         self.counter = ItemCounter(callback.count)
+        self._print = partial(loops.print_line, on_this_rank=trainer.is_global_zero)
         self.device: torch.device = trainer.strategy.root_device
         self.metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
         self._make_closure = partial(type(self.automatic)._make_closure, self.automatic)  # noqa: SLF001
@@ -187,10 +188,6 @@ class _Steps:
         if result.closure_loss is None:
             return result
         return dataclasses.replace(result, closure_loss=trainer.strategy.reduce(total, reduce_op="mean"))
-
-    def _print(self, line: str) -> None:
-        if self.trainer.is_global_zero:
-            print(f"anybatch: {line}", flush=True)  # noqa: T201 (for the user)
 
     def transferred(self, batch: Any) -> Any:
         """Return a micro-batch on the device, after the hooks that Lightning calls for a batch."""

@@ -17,16 +17,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from anybatch.core.batch import Placement
 from anybatch.core.geometry import ceil_div, checked_int
 from anybatch.core.loss_kinds import Term
-from anybatch.core.splitting import BatchPlan, SplitOptions, plan_batch
-from anybatch.core.token_budget import SampleLengths, TokenBudget, plan_by_length
+from anybatch.core.splitting import BatchPlan, SplitOptions
+from anybatch.core.token_budget import TokenBudget
 from anybatch.core.torch_internals import BufferKeeper
 from anybatch.data.collate import KnownLengths, Lengths
 from anybatch.data.indexed import sample_order, sampled_order
 from anybatch.data.loading import UnitKey, UnitLoader
 from anybatch.data.options import batch_samplers, check_sampler_order
 from anybatch.data.random_state import HostDraws
+from anybatch.engine.accumulate import Randomness
 from anybatch.engine.micro_batch_size.oom_retry import free_cached_memory, release_frames
 from anybatch.engine.updater import StepState
 from anybatch.errors import BatchSizeError, CannotRedoError, DataError, DoesNotFitError, UserError, warn_user
@@ -93,26 +95,19 @@ class Shares(torch.utils.data.Dataset[Any]):
         self.items = "tokens" if tokens else "samples"
         self._world = world
         self._budget = tokens and tokens.budget
-        self._known = tokens and KnownLengths(tokens.lengths, loader.collate, loader.dataset)
+        collate = getattr(loader.collate, "data_collator", loader.collate)  # transformers' wrapper removes columns
+        self._known = tokens and KnownLengths(tokens.lengths, collate, loader.dataset)
 
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self.loader.dataset)
 
-    def _lengths(self, ids: Sequence[int]) -> SampleLengths:
-        """Return the lengths of samples; 1 without a token budget."""
-        lengths = self._known.of(ids) if self._known else SampleLengths(tokens=[1] * len(ids))
-        collate = getattr(self.loader.collate, "data_collator", self.loader.collate)
-        multiple_of = getattr(collate, "pad_to_multiple_of", None)  # of transformers' collators
-        return replace(lengths, multiple_of=multiple_of) if self._known and multiple_of else lengths
-
     def plan(self, ids: Sequence[int]) -> BatchPlan:
         """Return the micro-batches of all ranks for the samples of an effective batch."""
-        split, num_ranks = SplitOptions(micro_batch_size=self.micro_batch_size, lockstep=True), self._world.num_ranks
-        if self._budget is None:
-            return plan_batch(len(ids), num_ranks, split)
-        budget = replace(self._budget, current_tokens=self.micro_batch_size)
-        return plan_by_length(self._lengths(ids), num_ranks, split, budget)
+        split = SplitOptions(micro_batch_size=self.micro_batch_size, lockstep=True)
+        budget = self._budget and replace(self._budget, current_tokens=self.micro_batch_size)
+        placement = Placement(split, self._world.num_ranks, self._world.rank, budget)
+        return placement.plan(len(ids), self._known.of(ids) if self._known else None)
 
     def __getitems__(self, key: StepKey) -> Share:
         """Load this rank's share of an effective batch."""
@@ -128,7 +123,8 @@ class Shares(torch.utils.data.Dataset[Any]):
 
     def halve(self, share: Share, reason: str) -> Share:
         """Halve the micro-batch size from now on, and return the share, split again; raise if the size is 1."""
-        plan, lengths = self.plan(share.key.sample_ids), self._lengths(share.key.sample_ids).occupied_tokens
+        ids = share.key.sample_ids
+        plan, lengths = self.plan(ids), self._known.of(ids).occupied_tokens if self._known else [1] * len(ids)
         units = [plan.positions(unit) for unit in plan.units if unit.num_samples > 1]
         # A batch may be smaller than the limit.
         size = max((len(unit) * max(lengths[position] for position in unit) for unit in units), default=0)
@@ -268,11 +264,7 @@ class HostStep:
         is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         # A group of its own, so that a vote cannot be paired with a gradient.
         self._votes = dist.new_group(backend="gloo") if is_distributed else None
-        generators = [torch.default_generator]
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            generators.append(torch.cuda.default_generators[index])
-        self._state = StepState(BufferKeeper(model), generators)
+        self._state = StepState(BufferKeeper(model), Randomness(device).generators)
         warn_batch_norms(model)
 
     def run(self, share: Share, shares: Shares, run: RunMicroBatch, undo: Callable[[], None]) -> Tensor:
@@ -374,9 +366,9 @@ def _zeros_inside(model: DistributedDataParallel) -> Iterator[None]:
 def fsdp_no_sync(model: nn.Module) -> Iterator[None]:
     """Let backwards add to the gradients of each rank, without a reduction, in modules after FSDP2's `fully_shard`."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in modules:
-        module.set_requires_gradient_sync(False, recurse=False)
     try:
+        for module in modules:
+            module.set_requires_gradient_sync(False, recurse=False)
         yield
     finally:
         for module in modules:
@@ -386,9 +378,8 @@ def fsdp_no_sync(model: nn.Module) -> Iterator[None]:
 def begin_step(model: nn.Module) -> None:
     """Run the collectives of DDP's first forward, for which ranks would wait if one ran out of memory before it."""
     if isinstance(model, DistributedDataParallel):
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         with model.no_sync(), _zeros_inside(model):
-            model(parameters[:1])
+            model([next(parameter for parameter in model.parameters() if parameter.requires_grad)])
 
 
 def reduce_gradients(model: nn.Module) -> None:
@@ -429,6 +420,12 @@ def refuse_other_versions(packages: Iterable[str]) -> None:
         if not version.startswith(tested):
             message = f"anybatch does not support {package} {version}: install {package} {tested[-1]}*."
             raise UserError(message, code="unsupported_version")
+
+
+def print_line(line: str, *, on_this_rank: bool) -> None:
+    """Print a line for the user."""
+    if on_this_rank:
+        print(f"anybatch: {line}", flush=True)  # noqa: T201 (for the user)
 
 
 def refuse(function: str, reasons: Mapping[str, str]) -> None:

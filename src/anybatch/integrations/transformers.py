@@ -94,6 +94,7 @@ class _ExactLoss:
         self._declared = count
         self.host = {name: getattr(trainer, name) for name in self.replaced}
         self._refuse = partial(_refuse_ignored_positions, is_count_given=count is not None)
+        self._print = partial(loops.print_line, on_this_rank=trainer.is_world_process_zero())
         self._labels = (trainer.label_names or ["labels"])[0]
         self._count = ItemCounter(count, self._labels)
         self._probed_model: Any = None
@@ -136,10 +137,6 @@ class _ExactLoss:
             self._patterns.add(pattern)
             for start in range(0, probe.num_rows(batch), MAX_ROWS):
                 self._probe(probe.rows_of(batch, list(range(probe.num_rows(batch)))[start : start + MAX_ROWS]))
-
-    def _print(self, line: str) -> None:
-        if self._trainer.is_world_process_zero():
-            print(f"anybatch: {line}", flush=True)  # noqa: T201 (for the user)
 
     def compute_loss(
         self,
