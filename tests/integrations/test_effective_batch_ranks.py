@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +59,7 @@ class Reductions(hf.TrainerCallback):  # type: ignore[misc]
         return reduced.then(lambda done: done.value()[0])
 
 
-def steps_on_a_rank(names: Sequence[str], folder: Path, budget: int | None = None) -> dict[str, Any]:
+def steps_on_a_rank(names: Sequence[str], folder: Path, budget: int | None = None, **options: Any) -> dict[str, Any]:
     """Train each model; return its largest error, its losses and what they should be, its tokens and reductions."""
     join_ranks()
     found = {}
@@ -71,6 +72,7 @@ def steps_on_a_rank(names: Sequence[str], folder: Path, budget: int | None = Non
             callbacks=[count],
             include_num_input_tokens_seen="non_padding",
             ddp_backend="gloo",
+            **options,
         )
         count.trainer = run.trainer
         limit = None if budget is None else ab.token_budget(budget)
@@ -105,6 +107,17 @@ def test_token_budgets(tmp_path: Path) -> None:
         error, losses, expected, _, num_reductions, num_steps = of_rank["GPT-2"]
         assert error < BOUND
         assert losses == pytest.approx(expected, rel=1e-6)
+        assert num_reductions == num_steps == 3
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_compiled_models(tmp_path: Path) -> None:
+    """The gradients of a model that the Trainer compiles around DDP are reduced over ranks, once per step."""
+    run = partial(steps_on_a_rank, torch_compile=True, torch_compile_backend="eager")
+    for of_rank in values_of(run_ranks(2, run, ["BERT, classes"], tmp_path)):
+        error, _, _, _, num_reductions, num_steps = of_rank["BERT, classes"]
+        assert error < BOUND
         assert num_reductions == num_steps == 3
 
 

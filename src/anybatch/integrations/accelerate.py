@@ -149,8 +149,7 @@ class Windows:
     def step_of(self, model: nn.Module) -> HostStep:
         """Return the object that runs the windows of a model; ranks call it together."""
         if id(model) not in self._steps:
-            device, no_sync = self.accelerator.device, self.accelerator.no_sync
-            self._steps[id(model)] = HostStep(uncompiled(model), device, lambda: no_sync(model))
+            self._steps[id(model)] = HostStep(model, self.accelerator.device)
         return self._steps[id(model)]
 
 

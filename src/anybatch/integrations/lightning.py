@@ -9,7 +9,6 @@ Private names (decision 0087): `_data_source`, `_make_closure`, `_training_step`
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -49,11 +48,7 @@ class ExactSteps(pl.Callback):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Replace the closure of the optimizer."""
-        strategy = trainer.strategy
-        no_sync = getattr(strategy, "block_backward_sync", nullcontext)
-        if isinstance(strategy, pl.strategies.ModelParallelStrategy):
-            no_sync = partial(loops.fsdp_no_sync, strategy.model)
-        self._host_step = HostStep(strategy.model, strategy.root_device, no_sync)
+        self._host_step = HostStep(trainer.strategy.model, trainer.strategy.root_device)
         steps = _Steps(self, trainer, pl_module, self._host_step)
         steps.automatic._make_closure = steps.make_closure  # noqa: SLF001
         self.on_train_end = lambda *_: steps.counter.settle()

@@ -22,7 +22,7 @@ from anybatch.core.geometry import ceil_div, checked_int
 from anybatch.core.loss_kinds import Term
 from anybatch.core.splitting import BatchPlan, SplitOptions
 from anybatch.core.token_budget import TokenBudget
-from anybatch.core.torch_internals import BufferKeeper
+from anybatch.core.torch_internals import BufferKeeper, uncompiled
 from anybatch.data.collate import KnownLengths, Lengths
 from anybatch.data.indexed import sample_order, sampled_order
 from anybatch.data.loading import UnitKey, UnitLoader
@@ -47,7 +47,6 @@ VERSIONS: Mapping[str, tuple[str, ...]] = {
     "sentence_transformers": ("6.1.", "6.2."),
 }
 """The versions with which the tests were run; others may have another loop."""
-NoSync = Callable[[], AbstractContextManager[Any]]
 RunMicroBatch = Callable[[Any, float], Tensor]
 
 
@@ -245,21 +244,18 @@ def warn_batch_norms(model: nn.Module) -> None:
 
 
 class HostStep:
-    """Runs the micro-batches of one effective batch, with the model that the host calls: a module, DDP or FSDP2.
+    """Runs the micro-batches of one effective batch, with the model that the host calls: a module, DDP or FSDP2."""
 
-    In the context that `no_sync` returns, a backward does not reduce gradients over ranks.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device, no_sync: NoSync) -> None:
-        if isinstance(model, DistributedDataParallel) and model.static_graph:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model = model
+        self._module = uncompiled(model)
+        if isinstance(self._module, DistributedDataParallel) and self._module.static_graph:
             message = (
                 "DDP(static_graph=True) reduces in fixed backwards, but a step reduces once: leave static_graph out."
             )
             raise UserError(message, code="static_graph")
-        self.model = model
         self.was_repeated = False
         self._device = device
-        self._no_sync = no_sync
         self._is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         # A group of its own, so that a vote cannot be paired with a gradient.
@@ -276,7 +272,7 @@ class HostStep:
         `undo` restores all that it has changed, but gradients, buffers and random numbers.
         """
         share = shares.at_current_size(share)
-        begin_step(self.model)
+        begin_step(self._module)
         draws, self.was_repeated = HostDraws(), False
         self._state.keep()
         while True:
@@ -293,8 +289,14 @@ class HostStep:
             self.was_repeated = True
         self._state.release()
         if not self._is_sharded:
-            reduce_gradients(self.model)
+            reduce_gradients(self._module)
         return total
+
+    def _no_sync(self) -> AbstractContextManager[Any]:
+        """Return a context in which a backward does not reduce gradients over ranks."""
+        if self._is_sharded:
+            return fsdp_no_sync(self._module)
+        return self._module.no_sync() if isinstance(self._module, DistributedDataParallel) else nullcontext()
 
     def _attempt(self, share: Share, run: RunMicroBatch) -> tuple[Tensor, str | None]:
         """Run all micro-batches; return the sum of the losses, and the message of an out-of-memory error."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from anybatch.core.geometry import checked_int
+from anybatch.core.torch_internals import uncompiled
 from anybatch.core.tree import map_tensors, tensors_of
 from anybatch.data.loading import UnitKey
 from anybatch.engine.evaluation import evaluation_mode
@@ -49,7 +50,7 @@ def _reasons(trainer: Any, effective_batch_size: int | None) -> dict[str, str]:
     args, config = trainer.args, getattr(trainer.model, "config", None)
     is_fsdp, is_fsdp2 = trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled, trainer.accelerator.is_fsdp2
     if effective_batch_size is None:
-        is_fsdp, is_fsdp2 = is_fsdp or isinstance(trainer.model, FSDPModule), False
+        is_fsdp, is_fsdp2 = is_fsdp or isinstance(uncompiled(trainer.model), FSDPModule), False
     return {
         "already_exact": "the trainer's get_batch_samples has been replaced already: call ab.exact once, before "
         "anything else does" * ("get_batch_samples" in vars(trainer)),
@@ -132,7 +133,7 @@ class _ExactLoss:
         for batch in batches:
             counts = {name: float(count) for name, count in self._count.counts(batch).items()}
             pattern = frozenset(name for name, count in counts.items() if count == counts[self._count.items])
-            if pattern in self._patterns or isinstance(self._trainer.model, FSDPModule):
+            if pattern in self._patterns or isinstance(uncompiled(self._trainer.model), FSDPModule):
                 continue
             self._patterns.add(pattern)
             for start in range(0, probe.num_rows(batch), MAX_ROWS):
@@ -276,8 +277,7 @@ class _EffectiveBatches(_ExactLoss):
         """Run all micro-batches of a share, and return the loss of the step, times the ranks."""
         model.train()
         if self._host_step is None or self._host_step.model is not model:
-            no_sync = loops.fsdp_no_sync if isinstance(model, FSDPModule) else self._trainer.accelerator.no_sync
-            self._host_step = HostStep(model, self._trainer.args.device, partial(no_sync, model))
+            self._host_step = HostStep(model, self._trainer.args.device)
         host_step, shares = self._host_step, self._shares
         size = shares.micro_batch_size
 
