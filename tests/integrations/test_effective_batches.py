@@ -127,7 +127,7 @@ def test_token_budgets(lengths: list[int], tokens: int, ranks: int) -> None:
     samples = [torch.full((length,), number) for number, length in enumerate(lengths)]
     inner: Any = DataLoader(samples, shuffle=True, collate_fn=padded)  # type: ignore[arg-type]
     limit = Tokens(token_budget(tokens), len)
-    loaders = [share_loader(inner, 13, tokens, World(rank, ranks), seed=3, tokens=limit) for rank in range(ranks)]
+    loaders = [share_loader(inner, 13, limit, World(rank, ranks), seed=3) for rank in range(ranks)]
     for shares in zip(*loaders, strict=True):
         halves = [loader.dataset.at_current_size(share) for loader, share in zip(loaders, shares, strict=True)]  # type: ignore[attr-defined]
         most = tokens

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from anybatch.core.token_budget import TokenBudget
 from anybatch.data.collate import Lengths
 from anybatch.errors import UserError
-from anybatch.integrations.loops import Count, Tokens
+from anybatch.integrations.loops import Count, Tokens, refuse
 from anybatch.integrations.sentence_transformers import Joint
 
 __all__ = ["Joint", "exact"]
@@ -26,19 +26,17 @@ def exact(
 ) -> Trainer | Any:
     """Make every optimizer step of a trainer use the gradient of all its micro-batches as one batch.
 
-    Supported: transformers' `Trainer` and its subclasses, such as TRL's `SFTTrainer`. The trainer keeps its data, loop,
-    arguments, logs and checkpoints; only the factor of each micro-batch's loss changes.
+    Supported: transformers' `Trainer` and its subclasses, such as TRL's `SFTTrainer`, and Lightning. The trainer keeps
+    its data, loop, arguments, logs and checkpoints; only the factor of each micro-batch's loss changes.
 
         trainer = ab.exact(Trainer(model, args, train_dataset=data), effective_batch_size=512)
-        trainer.train()
+        trainer = L.Trainer(callbacks=[ab.exact(effective_batch_size=512)])
 
     With `effective_batch_size`, a step of the trainer is one effective batch: epochs, `max_steps`, logs, callbacks and
     checkpoints count such steps. The last step of an epoch has the remaining samples (none with `drop_last`).
     `per_device_train_batch_size` is the maximum size of a micro-batch; after an out-of-memory error on any rank, all
     ranks repeat the step with half the size. `gradient_accumulation_steps` becomes 1, and callbacks' `on_substep_end`
     is not called. The order of samples depends on `data_seed` (or `seed`), so a run resumes on any number of ranks.
-
-    For Lightning: `L.Trainer(callbacks=[ab.exact(effective_batch_size=512)])`.
 
     The first step calls the model on a few samples, without training it, to find out which items its loss averages
     over, or to check `count`, and prints the result. All later micro-batches are compared with it, as far as their
@@ -60,12 +58,9 @@ def exact(
         DoesNotFitError: in `train()`, if a single sample does not fit into memory.
     """
     tokens = None if micro_batch_size is None else Tokens(micro_batch_size, lengths)
-    if tokens and not (isinstance(micro_batch_size, TokenBudget) and effective_batch_size):
-        message = (
-            f"micro_batch_size={micro_batch_size!r}, but it must be a token budget, such as ab.token_budget(8192), "
-            "with effective_batch_size=. The loader's own batch size limits the samples of a micro-batch."
-        )
-        raise UserError(message, code="micro_batch_size")
+    is_valid = tokens is None or (isinstance(micro_batch_size, TokenBudget) and effective_batch_size)
+    reason = "micro_batch_size= must be a token budget, such as ab.token_budget(8192), and needs effective_batch_size="
+    refuse("ab.exact", {"micro_batch_size": reason * (not is_valid)})
     if trainer is None and effective_batch_size is not None:
         return _lightning_callback(effective_batch_size, count, tokens)
     if any(kind.__module__ == "transformers.trainer" for kind in type(trainer).__mro__):

@@ -28,10 +28,8 @@ from anybatch.integrations import loops
 from anybatch.integrations.divisor import ItemCounter, StepItems
 from anybatch.integrations.loops import Count, HostStep, Share, ShareLoader, World, share_loader
 
-NUM_CHECKED_WINDOWS = 2
-"""Windows that must begin without gradients; the check waits for the device if the gradients are zeros."""
-HALVED = "_anybatch_micro_batch_size"
-"""Attribute of the script's loader: the micro-batch size after an out-of-memory error, for later epochs."""
+NUM_CHECKED_WINDOWS = 2  # must begin without gradients; the check waits for the device if these are zeros
+HALVED = "_anybatch_micro_batch_size"  # of the script's loader: the size after out of memory, for later epochs
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 WRONG_LOOPS: Mapping[str, str] = {
     "scale_outside": "window.scale() belongs into a loop over window.micro_batches(model)",
@@ -101,9 +99,8 @@ def windows(
     shares = share_loader(loader, effective_batch_size, size, World(accelerator.process_index, ranks), seed=seed)
     _refuse_options(accelerator, loader)  # after the data set, which decides how the loader is prepared
     shares.set_epoch(checked_int("epoch", epoch, minimum=0))
-    if checked_int("start", start, minimum=0) > len(shares):
-        message = f"start={start}, but the epoch has {len(shares)} windows: pass the windows since its beginning."
-        raise UserError(message, code="start_beyond_epoch")
+    reason = f"start={start}, but the epoch has {len(shares)} windows: pass the windows since its beginning"
+    loops.refuse("ab.windows", {"start_beyond_epoch": reason * (checked_int("start", start, minimum=0) > len(shares))})
     counters = defaultdict[tuple[int, int], ItemCounter](lambda: ItemCounter(count))
     return Windows(accelerator, shares, counters, start, vars(loader), (seed, epoch))
 
@@ -231,7 +228,7 @@ class Window:
 
         shares: Any = self._owner.shares.dataset
         self._total = step.run(self._share, shares, run, lambda: None)
-        if step.was_repeated:
+        if step.repeated:
             self._owner.memory[HALVED] = shares.micro_batch_size
         return self.loss()
 

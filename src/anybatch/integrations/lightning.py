@@ -108,12 +108,9 @@ class _Loader:
 
     def build(self) -> None:
         """Create the loader of shares, and once more when a checkpoint has set the seed."""
-        options, tokens = self._callback, self._callback.tokens
-        size = tokens.budget.tokens if tokens else upper_limit(self._user_loader)
-        world = World(self._trainer.global_rank, self._trainer.world_size)
-        self._loader = share_loader(
-            self._user_loader, options.effective_batch_size, size, world, seed=options.seed, tokens=tokens
-        )
+        loader, options = self._user_loader, self._callback
+        limit, world = options.tokens or upper_limit(loader), World(self._trainer.global_rank, self._trainer.world_size)
+        self._loader = share_loader(loader, options.effective_batch_size, limit, world, seed=options.seed)
         self.shares: Any = self._loader.dataset
         self.sampler: Any = self._loader.batch_sampler  # whose `set_epoch` Lightning calls
         self.geometry = {"effective_batch_size": options.effective_batch_size, "num_samples": len(self.dataset)}
@@ -128,12 +125,12 @@ class _Loader:
         """
         callback, trainer = self._callback, self._trainer
         self.sampler.num_skipped = trainer.fit_loop.epoch_loop.batch_idx + 1
-        if self.sampler.num_skipped and trainer.ckpt_path and callback.saved != self.geometry:
-            message = (
-                f"the checkpoint is from within an epoch with {callback.saved or 'other batches'}, but this run has "
-                f"{self.geometry}, so its steps have other samples. Resume from the end of an epoch."
-            )
-            raise UserError(message, code="other_effective_batches")
+        is_other = bool(self.sampler.num_skipped and trainer.ckpt_path and callback.saved != self.geometry)
+        reason = (
+            f"the checkpoint is from within an epoch with {callback.saved or 'other batches'}, but this run has "
+            f"{self.geometry}, so its steps have other samples. Resume from the end of an epoch"
+        )
+        loops.refuse("ab.exact", {"other_effective_batches": reason * is_other})
         for share in self._loader:
             self.share: Share = self.shares.at_current_size(share)
             yield self.share.micro_batches[0]
@@ -177,9 +174,8 @@ class _Steps:
         step.log.write(results.log, None if num_items is None else num_items / trainer.world_size)
         if is_new and self.counter.items:
             self._print(f"the loss is a mean over {self.counter.items}.")
-        if self.host_step.was_repeated:
-            limit = f"{loader.shares.micro_batch_size} {loader.shares.items}"
-            self._print(f"out of memory in step {trainer.global_step}: micro-batches have at most {limit} now.")
+        if self.host_step.repeated:
+            self._print(f"out of memory in step {trainer.global_step}: {self.host_step.repeated}.")
         if result.closure_loss is None:
             return result
         return dataclasses.replace(result, closure_loss=trainer.strategy.reduce(total, reduce_op="mean"))
@@ -287,9 +283,8 @@ def _restoring(metrics: list[Metric]) -> Callable[[], None]:
 
 
 def _refuse_accumulation(trainer: Any) -> None:
-    if (number := trainer.accumulate_grad_batches) != 1:
-        message = f"accumulate_grad_batches is {number}, but effective_batch_size= sets micro-batches: set it to 1."
-        raise UserError(message, code="accumulate_grad_batches")
+    reason = f"accumulate_grad_batches is {trainer.accumulate_grad_batches}, but effective_batch_size= needs 1"
+    loops.refuse("ab.exact", {"accumulate_grad_batches": reason * (trainer.accumulate_grad_batches != 1)})
 
 
 def _refuse(trainer: Any, module: Any) -> None:

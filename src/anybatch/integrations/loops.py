@@ -34,8 +34,7 @@ from anybatch.engine.updater import StepState
 from anybatch.errors import BatchSizeError, CannotRedoError, DataError, DoesNotFitError, UserError, warn_user
 from anybatch.norms.layers import batch_norms
 
-Count = Term | Callable[[Any], Any] | None
-"""What the adapters take as `count=`: a term, or a function of a micro-batch that returns its number of items."""
+Count = Term | Callable[[Any], Any] | None  # `count=`: a term, or a function of a micro-batch
 KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "persistent_workers")
 SHUFFLED = ("RandomSampler", "SeedableRandomSampler")  # torch's, and the one by which Accelerate replaces it
 OTHER_RANK_FAILED = "another rank ran out of memory"
@@ -88,11 +87,11 @@ class Share(NamedTuple):
 class Shares(torch.utils.data.Dataset[Any]):
     """A data set whose items are shares of effective batches; it can be used in the workers of a DataLoader."""
 
-    def __init__(self, loader: UnitLoader, micro_batch_size: int, world: World, tokens: Tokens | None) -> None:
-        self.loader = loader
-        self.micro_batch_size = micro_batch_size
+    def __init__(self, loader: UnitLoader, limit: int | Tokens, world: World) -> None:
+        self.loader, self._world = loader, world
+        tokens, size = (limit, limit.budget.tokens) if isinstance(limit, Tokens) else (None, limit)
+        self.micro_batch_size = checked_int("micro_batch_size", size, error=BatchSizeError)
         self.items = "tokens" if tokens else "samples"
-        self._world = world
         self._budget = tokens and tokens.budget
         collate = getattr(loader.collate, "data_collator", loader.collate)  # transformers' wrapper removes columns
         self._known = tokens and KnownLengths(tokens.lengths, collate, loader.dataset)
@@ -177,19 +176,12 @@ class ShareLoader(DataLoader[Any]):
 
 
 def share_loader(
-    loader: DataLoader[Any],
-    effective_batch_size: int,
-    micro_batch_size: int,
-    world: World,
-    *,
-    seed: int,
-    tokens: Tokens | None = None,
+    loader: DataLoader[Any], effective_batch_size: int, limit: int | Tokens, world: World, *, seed: int
 ) -> ShareLoader:
     """Return a loader of effective batches with the data set, sampler, collate function and workers of another loader.
 
     The seed is that of the sample order, and of each sample's augmentation. Data without steps is a DataError.
     """
-    checked_int("micro_batch_size", micro_batch_size, error=BatchSizeError)
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         message = (
@@ -215,7 +207,7 @@ def share_loader(
         message = f"no step: {len(dataset)} samples are fewer than an effective batch ({effective_batch_size}){remedy}."
         raise DataError(message, code="no_step")
     return ShareLoader(
-        Shares(UnitLoader(dataset, loader.collate_fn, seed), micro_batch_size, world, tokens),
+        Shares(UnitLoader(dataset, loader.collate_fn, seed), limit, world),
         batch_sampler=steps,  # type: ignore[arg-type]
         collate_fn=itself,
         **{name: getattr(loader, name) for name in KEPT},
@@ -249,12 +241,10 @@ class HostStep:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model = model
         self._module = uncompiled(model)
-        if isinstance(self._module, DistributedDataParallel) and self._module.static_graph:
-            message = (
-                "DDP(static_graph=True) reduces in fixed backwards, but a step reduces once: leave static_graph out."
-            )
-            raise UserError(message, code="static_graph")
-        self.was_repeated = False
+        is_static = isinstance(self._module, DistributedDataParallel) and bool(self._module.static_graph)
+        reason = "it reduces in fixed backwards, but a step reduces once: leave static_graph out"
+        refuse("DDP(static_graph=True)", {"static_graph": reason * is_static})
+        self.repeated = ""  # how the step was repeated, for a message
         self._device = device
         self._is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -273,7 +263,7 @@ class HostStep:
         """
         share = shares.at_current_size(share)
         begin_step(self._module)
-        draws, self.was_repeated = HostDraws(), False
+        draws, before, self.repeated = HostDraws(), shares.micro_batch_size, ""
         self._state.keep()
         while True:
             total, reason = self._attempt(share, run)
@@ -286,7 +276,8 @@ class HostStep:
             draws.restore()
             undo()
             share = shares.halve(share, reason or OTHER_RANK_FAILED)
-            self.was_repeated = True
+            limit = f"{shares.micro_batch_size} {shares.items} instead of {before}"
+            self.repeated = f"repeated with micro-batches of at most {limit}, also from now on"
         self._state.release()
         if not self._is_sharded:
             reduce_gradients(self._module)
@@ -430,12 +421,12 @@ def print_line(line: str, *, on_this_rank: bool) -> None:
         print(f"anybatch: {line}", flush=True)  # noqa: T201 (for the user)
 
 
-def refuse(function: str, reasons: Mapping[str, str]) -> None:
+def refuse(function: str, reasons: Mapping[str, str], kind: type[UserError] = UserError) -> None:
     """Raise the first reason that is not empty; its key is the code of the error."""
     for code, reason in reasons.items():
         if reason:
             message = f"{function}: {reason}."
-            raise UserError(message, code=code)
+            raise kind(message, code=code)
 
 
 @contextmanager

@@ -23,8 +23,7 @@ Loss = Callable[[Batch, Tensor | None], float]
 """The loss of a batch, given the divisor; without a divisor for None."""
 Collated = Callable[[list[int]], Batch]
 Counts = Mapping[str, Callable[[Batch], Tensor | float]]
-Parts = tuple[Batch, Batch, Batch]
-"""A batch, its first part, and the rest."""
+Parts = tuple[Batch, Batch, Batch]  # a batch, its first part, and the rest
 
 DIVISOR = 2.0**16
 """Large, so that a part of the loss that is not divided, such as that of a router, stands out; dividing is exact."""
@@ -34,11 +33,9 @@ IGNORED = -100
 DECLARED = "items counted by count="
 HELP = "count=ab.tokens(shift=False), count=ab.samples(), or a function that returns their number in a micro-batch"
 EPSILON = torch.finfo(torch.float32).eps
-ROUNDINGS = 16
-"""Roundings in three losses, one of them divided by a difference."""
+ROUNDINGS = 16  # in three losses, one of them divided by a difference
 VARIATION = 0.1
-UNCERTAIN = 0.02
-"""The largest rounding error of a part's weight with which the probe still tells kinds of items apart."""
+UNCERTAIN = 0.02  # the largest rounding error of a part's weight with which the probe tells kinds of items apart
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from anybatch.core.torch_internals import uncompiled
 from anybatch.core.tree import map_tensors, tensors_of
 from anybatch.data.loading import UnitKey
 from anybatch.engine.evaluation import evaluation_mode
-from anybatch.errors import BatchSizeError, LossError, UserError
+from anybatch.errors import BatchSizeError, LossError
 from anybatch.integrations import loops, probe
 from anybatch.integrations.divisor import ItemCounter, findings_of_ranks, num_items, total_items, weighted_mean
 from anybatch.integrations.loops import Count, HostStep, Share, ShareLoader, Tokens, World, itself, share_loader
@@ -224,8 +224,7 @@ class _EffectiveBatches(_ExactLoss):
     def __init__(self, trainer: Any, count: Count, effective_batch_size: int, tokens: Tokens | None) -> None:
         super().__init__(trainer, count)
         args = trainer.args
-        self._size, self._tokens = effective_batch_size, tokens
-        self._limit = tokens.budget.tokens if tokens else args.per_device_train_batch_size
+        self._size, self._limit = effective_batch_size, tokens or args.per_device_train_batch_size
         self._num_steps_alone, args.gradient_accumulation_steps = args.gradient_accumulation_steps, 1
         self._world = World(args.process_index, args.world_size)
         self._shares: Any = None  # the data set of the loader, once there is one
@@ -238,11 +237,11 @@ class _EffectiveBatches(_ExactLoss):
     def get_train_dataloader(self) -> ShareLoader:
         """Return a loader of effective batches, with the data, the workers and the kind of order of the trainer."""
         args = self._trainer.args
-        size = self._limit if self._shares is None else self._shares.micro_batch_size
         seed = args.seed if args.data_seed is None else args.data_seed
-        alone = self.host["get_train_dataloader"]()
-        loader = share_loader(alone, self._size, size, self._world, seed=seed, tokens=self._tokens)
+        loader, shares = self.host["get_train_dataloader"](), self._shares
+        loader = share_loader(loader, self._size, self._limit, self._world, seed=seed)
         self._shares = loader.dataset
+        self._shares.micro_batch_size = (shares or self._shares).micro_batch_size
         steps = {"effective_batch_size": self._size, "num_samples": len(self._shares), "seed": seed}
         self._check_resumed = partial(_check_resumed, steps, len(loader))
         return loader
@@ -278,8 +277,7 @@ class _EffectiveBatches(_ExactLoss):
         model.train()
         if self._host_step is None or self._host_step.model is not model:
             self._host_step = HostStep(model, self._trainer.args.device)
-        host_step, shares = self._host_step, self._shares
-        size = shares.micro_batch_size
+        host_step = self._host_step
 
         def run_micro_batch(batch: Batch, weight: float) -> Tensor:
             self._weight = weight
@@ -287,13 +285,10 @@ class _EffectiveBatches(_ExactLoss):
             return loss
 
         with self._ragged_gathers(), _undoable(self._trainer) as undo:
-            total = host_step.run(inputs, shares, run_micro_batch, undo)
-        if host_step.was_repeated:
-            self._print(
-                f"out of memory in step {self._trainer.state.global_step}: repeated with micro-batches of at most "
-                f"{shares.micro_batch_size} {shares.items} instead of {size}, also from now on. "
-                f"{self._describe_split(inputs).capitalize()}"
-            )
+            total = host_step.run(inputs, self._shares, run_micro_batch, undo)
+        if host_step.repeated:
+            number, split = self._trainer.state.global_step, self._describe_split(inputs).capitalize()
+            self._print(f"out of memory in step {number}: {host_step.repeated}. {split}")
         return total
 
     def floating_point_ops(self, inputs: Share) -> int:
@@ -332,13 +327,11 @@ def _check_resumed(steps: dict[str, int], steps_per_epoch: int, trainer: Any) ->
     saved, is_resumed = state.stateful_callbacks.get(STATE), bool(state.global_step) and not args.ignore_data_skip
     # At the end of an epoch all samples are used; its number follows from that of the steps.
     is_between = float(state.epoch or 0).is_integer() and state.global_step == (state.epoch or 0) * steps_per_epoch
-    if is_resumed and saved != steps and not is_between:
-        message = (
-            f"the checkpoint of step {state.global_step} has steps with {saved or 'its own batches'}, but this run "
-            f"has {steps}: samples would be skipped or repeated. Resume with the same numbers, or start a new run from "
-            "the weights of the checkpoint."
-        )
-        raise UserError(message, code="other_effective_batches")
+    reason = (
+        f"the checkpoint of step {state.global_step} has steps with {saved or 'its own batches'}, but this run has "
+        f"{steps}: samples would be skipped or repeated. Resume with the same numbers, or start a new run from it"
+    )
+    loops.refuse("ab.exact", {"other_effective_batches": reason * (is_resumed and saved != steps and not is_between)})
     state.stateful_callbacks[STATE] = steps
 
 
@@ -363,22 +356,19 @@ def _refuse_ignored_positions(window: Sequence[Batch], *, is_count_given: bool) 
     """Refuse question answering where the mean is not one over samples: each of its two means has its own divisor."""
     batches = [batch for batch in window if isinstance(batch, Mapping) and all(key in batch for key in QA_POSITIONS)]
     texts = [batch[key] for batch in batches for key in ("input_ids", "inputs_embeds") if key in batch]
-    if len(texts) < len(batches) and not is_count_given:
-        message = "without input_ids or inputs_embeds, pass count=ab.samples() if all answers are within the input."
-        raise LossError(message, code="unknown_length")
     lengths = {text.shape[1] for text in texts}
-    if len(lengths) > 1:
-        message = (
-            "a question-answering model chooses among all positions, padding included, and the micro-batches of this "
-            f"step have {min(lengths)} to {max(lengths)} tokens: pad all samples to one length (padding='max_length')."
-        )
-        raise LossError(message, code="unequal_lengths")
-    if any(bool((batch[key] >= length).any()) for length in lengths for batch in batches for key in QA_POSITIONS):
-        message = (
-            "a question-answering model leaves out answers beyond the end of the text, so its two means have different "
-            "divisors: give these samples the position of the first token, or remove them."
-        )
-        raise LossError(message, code="ignored_positions")
+    beyond = [batch[key] >= length for length in lengths for batch in batches for key in QA_POSITIONS]
+    reasons = {
+        "unknown_length": "without input_ids or inputs_embeds, pass count=ab.samples() if all answers are within the "
+        "input" * (len(texts) < len(batches) and not is_count_given),
+        "unequal_lengths": "a question-answering model chooses among all positions, padding included, and the "
+        f"micro-batches of this step have {sorted(lengths)} tokens: pad all samples to one length "
+        "(padding='max_length')" * (len(lengths) > 1),
+        "ignored_positions": "a question-answering model leaves out answers beyond the end of the text, so its two "
+        "means have different divisors: give these samples the position of the first token, or remove them"
+        * any(bool(positions.any()) for positions in beyond),
+    }
+    loops.refuse("ab.exact", reasons, LossError)
 
 
 def _collated(trainer: Any) -> Callable[[list[int]], Batch] | None:
