@@ -22,7 +22,7 @@ MAX_SIZES = {
     "events": (1_650, 10),
     "checkpoints": (1_480, 6),
     "norms": (1_150, 5),
-    "integrations": (2_349, 9),
+    "integrations": (2_346, 9),
     "testing": (1_047, 7),
     "memory": (834, 5),
     ".": (700, 12),
