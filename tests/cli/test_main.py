@@ -241,3 +241,25 @@ def test_options_without_docstrings() -> None:
     program = "from anybatch.cli.train import make_parser; print(make_parser().format_usage())"
     done = subprocess.run([sys.executable, "-OO", "-c", program], capture_output=True, text=True, check=True)  # noqa: S603 (a fixed program)
     assert all(f"--{word}" in done.stdout for word in OWN_OPTIONS)
+
+
+@pytest.mark.slow
+def test_the_suggested_commands_need_no_extra(tmp_path: Path) -> None:
+    """Without numpy and scikit-learn, the command that the overview suggests works, and so does the next one."""
+    bare = "import sys; sys.modules.update(numpy=None, sklearn=None); from anybatch.cli.main import main; "
+    output = ""
+    for start, more in (("", []), ("Start with: anybatch", []), ("Run it: anybatch", ["--steps", "2"])):
+        words = output.partition(start)[2].split() if start else []
+        done = subprocess.run(  # noqa: S603 (our own commands)
+            [sys.executable, "-c", f"{bare}sys.exit(main(sys.argv[1:]))", *words, *more],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        output = done.stdout
+
+        assert "numpy" not in done.stderr.lower()
+
+    assert (tmp_path / "train.py").exists()
+    assert "finished     2 steps" in output

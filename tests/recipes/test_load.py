@@ -4,12 +4,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import anybatch as ab
+from anybatch import recipes
 from anybatch.cli.status import explain
 from anybatch.errors import DataError, UserError
+from anybatch.recipes import digits
 from anybatch.recipes.load import load_recipe
 from tests.raising import raises
 
@@ -155,14 +156,17 @@ def test_errors_below_the_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without scikit-learn the recipe "digits" raises with the install command."""
-    monkeypatch.setitem(sys.modules, "sklearn", None)
+    """Without scikit-learn and numpy the recipe "digits" raises with the install command."""
+    monkeypatch.setattr(recipes, "digits", digits)  # restores the module that is imported again here
+    monkeypatch.delitem(sys.modules, digits.__name__)
+    for package in ("sklearn", "numpy"):
+        monkeypatch.setitem(sys.modules, package, None)
     with raises(DataError, "needs_scikit_learn"):
         load_recipe("digits")
 
 
 def test_the_built_in_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """The built-in recipes are jobs, and creating them reads no data."""
-    monkeypatch.setattr(np, "loadtxt", None)
+    monkeypatch.setattr(digits, "_load", None)
     for name in ("digits", "text", "contrastive"):
         assert isinstance(load_recipe(name), ab.Job)

@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ def _run_command(argv: Sequence[str]) -> int:
     if verb is None:
         sys.stderr.write(unknown_verb(argv[0]))
         return Status.USAGE
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # from torch; numpy is optional
     try:
         return int(function_of(verb)(argv[1:]))
     except ParserExit as end:
@@ -112,7 +114,7 @@ def overview() -> str:
         "anybatch: train at the batch size you choose, on any hardware, with the exact gradient.\n\n"
         f"{''.join(lines)}\n"
         "A recipe is a Python function that returns model, loss, optimizer and data; `digits` is built in.\n"
-        "`anybatch COMMAND --help` lists the options of a command. Start with: anybatch train digits\n"
+        "`anybatch COMMAND --help` lists the options of a command. Start with: anybatch init train.py\n"
     )
 
 

@@ -3,12 +3,12 @@
 Trains on the 1,797 images of 8 x 8 pixels that scikit-learn includes; downloads nothing.
 """
 
+import gzip
 import importlib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -88,12 +88,12 @@ class Digits(torch.utils.data.Dataset[dict[str, Tensor]]):
 def _load() -> tuple[Float[Tensor, "image 1 8 8"], Int[Tensor, " image"]]:
     file = scikit_learn_folder("digits") / "datasets" / "data" / "digits.csv.gz"
     if file.is_file():
-        table = np.loadtxt(file, delimiter=",", dtype=np.float32)
+        table = torch.tensor([[*map(float, row.split(b","))] for row in gzip.decompress(file.read_bytes()).split()])
         pixels, labels = table[:, :-1], table[:, -1]
     else:  # scikit-learn guarantees its function, not the path of its file
-        pixels, labels = importlib.import_module("sklearn.datasets").load_digits(return_X_y=True)
+        pixels, labels = map(torch.from_numpy, importlib.import_module("sklearn.datasets").load_digits(return_X_y=True))
     # Pixels are whole numbers from 0 to 16.
-    return torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16, torch.from_numpy(labels).long()
+    return pixels.float().view(-1, 1, 8, 8) / 16, labels.long()
 
 
 def _is_held_out(labels: Int[Tensor, " image"]) -> Bool[Tensor, " image"]:
