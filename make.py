@@ -11,6 +11,7 @@ gpu      run the benchmarks for a GPU, in nine minutes: docs/gpu.md; passes argu
 matrix   run the fast and the exactness tests on every supported and installable torch and Python
 check    lint, formatting, types, import layers and the tests of the architecture
 format   rewrite the sources as `check` requires
+docs     build the documentation site into build/site/, strictly; make.py docs serve: show it while you write
 web      build the guide's page from guide/web/ into its package; this and the next need Node
 web-check  types and tests of guide/web/; then build the page and compare it with the committed one, byte by byte
 browser  install system packages for the page's tests: Chromium (as root, with apt), and axe-core by npm
@@ -18,7 +19,7 @@ release  write wheels and sources of both packages, and the guide as one file, i
 clean    remove .venv, caches and build products; runs/ stays
 ```
 
-`train`, `guide`, `test`, `gpu`, `check`, `format` and `release` set up first, which is free if nothing changed.
+`train`, `guide`, `test`, `gpu`, `check`, `format`, `docs` and `release` set up first, which is free if nothing changed.
 """
 
 import hashlib
@@ -35,6 +36,7 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PROGRAMS = VENV / ("Scripts" if os.name == "nt" else "bin")
 STAMP = VENV / "anybatch-setup"
+DOCS_STAMP = VENV / "anybatch-docs"
 CPU_CONSTRAINTS = ROOT / "constraints-cpu.txt"
 CACHES = (
     ".hypothesis",
@@ -190,6 +192,17 @@ def format_sources(arguments: Sequence[str]) -> int:
     return run([venv_program("ruff"), "format"]) or unmended
 
 
+def docs(arguments: Sequence[str]) -> int:
+    """Build the documentation site, or run mkdocs with other arguments."""
+    setup()
+    key = STAMP.read_text(encoding="utf-8")
+    if not DOCS_STAMP.exists() or DOCS_STAMP.read_text(encoding="utf-8") != key:
+        pip = [venv_program("python"), "-m", "pip", "--disable-pip-version-check", "install"]
+        run([*pip, "--editable", ".[docs]"], stop=True)
+        DOCS_STAMP.write_text(key, encoding="utf-8")
+    return run([venv_program("mkdocs"), *(arguments or ["build", "--strict", "--quiet"])])
+
+
 def web(arguments: Sequence[str]) -> int:
     """Build the guide's page into its package."""
     refuse(arguments)
@@ -274,7 +287,7 @@ def refuse(arguments: Sequence[str]) -> None:
     if arguments:
         sys.exit(
             f"make.py: unexpected arguments {' '.join(arguments)}; "
-            "only `train`, `guide`, `test`, `gpu` and `matrix` take any."
+            "only `train`, `guide`, `test`, `gpu`, `docs` and `matrix` take any."
         )
 
 
@@ -304,6 +317,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "matrix": matrix,
     "check": check,
     "format": format_sources,
+    "docs": docs,
     "web": web,
     "web-check": web_check,
     "browser": browser,
