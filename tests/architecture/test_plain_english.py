@@ -32,6 +32,8 @@ LIMITS = {
     "CONTRIBUTING.md": 1.0,
     "ARCHITECTURE.md": 1.0,
     "CHANGELOG.md": 0.5,
+    "AGENTS.md": 0.5,
+    "SECURITY.md": 0.5,
     "docs": 1.0,
     "docs/decisions": 1.0,
     "benchmarks": 1.5,

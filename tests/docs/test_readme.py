@@ -99,7 +99,8 @@ def test_three_lines_change_a_loop() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/your_loop.md", "docs/hosts.md"]
+PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md", "SECURITY.md"]
+PAGES += ["CODE_OF_CONDUCT.md", "docs/your_loop.md", "docs/hosts.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)
