@@ -200,7 +200,8 @@ def docs(arguments: Sequence[str]) -> int:
         pip = [venv_program("python"), "-m", "pip", "--disable-pip-version-check", "install"]
         run([*pip, "--editable", ".[docs]"], stop=True)
         DOCS_STAMP.write_text(key, encoding="utf-8")
-    return run([venv_program("mkdocs"), *(arguments or ["build", "--strict", "--quiet"])])
+    # Without --quiet, with which mkdocs counts no warnings, so that --strict has no effect.
+    return run([venv_program("mkdocs"), *(arguments or ["build", "--strict"])])
 
 
 def web(arguments: Sequence[str]) -> int:
