@@ -33,6 +33,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from unseen_models import ENTRIES
 
 import anybatch as ab
+from anybatch.core.tree import join_samples
 from anybatch.errors import UserError
 from anybatch.planner.plan import Plan
 
@@ -311,13 +312,19 @@ def small_enough(make: Callable[[], nn.Module]) -> bool:
         return True
 
 
+def sample_of(one: Drawn) -> Batch:
+    """Return the samples of a micro-batch, the same for plan and measurement: some sizes depend on data."""
+    torch.manual_seed(1)
+    return one.batch(one.size)
+
+
 def planned(one: Drawn) -> Plan:
     """Return the plan of a configuration, made as a user would."""
     return ab.plan(
         one.make,
         OPTIMIZERS[one.optimizer],
         ab.mean_over_samples(one.loss),
-        one.batch(one.size),
+        sample_of(one),
         device="cpu:64GiB",
         effective_batch_size=one.size * NUM_MICRO_BATCHES,
         micro_batch_size=one.size,
@@ -345,7 +352,7 @@ def measured(one: Drawn) -> tuple[int, int]:
     """Return two peaks of the second step of the real engine: of all allocated bytes, and without workspaces."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        batch = one.batch(one.size * NUM_MICRO_BATCHES)
+        batch = join_samples([sample_of(one)] * NUM_MICRO_BATCHES)
         engine = engine_of(one)
         engine.step(batch)
         with record_function(SECOND_STEP):

@@ -42,8 +42,15 @@ _IN_PLACE: Mapping[Any, Any] = {
 } | {_aten.add.Tensor: _aten.add_.Tensor}
 """Operations that autograd runs out of place only under a mode, and their usual counterparts."""
 
-_SUMS = frozenset({_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim})
+_MEANS = frozenset({_aten.mean.default, _aten.mean.dim})
+_SUMS = _MEANS | {_aten.sum.default, _aten.sum.dim_IntList}
 """Operations whose kernel begins with a copy of its argument if the result has another type."""
+
+_CONTIGUOUS = frozenset(
+    getattr(_aten, name).default for name in ("col2im", "im2col", "nll_loss2d_forward", "gelu_backward")
+)
+"""Operations whose kernel copies arguments and results that are not contiguous; the last one on a CPU only."""
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 def as_without_mode(func: Any, args: tuple[Any, ...]) -> Any:  # noqa: ANN401 (torch has no public name for this type)
@@ -143,7 +150,8 @@ class MemoryLedger(TorchDispatchMode):
 
     def trace(self, start: int = 0, stop: int | None = None) -> MemoryTrace:
         """Return the trace from event `start` to `stop`; it begins with an allocation for each storage then in use."""
-        initial = sorted(_live_after(self._events[:start]))
+        before = set(self._events[:start])
+        initial = sorted(event for event in before if event > 0 and -event not in before)
         part = self._events[start:stop]
         allocated = [event for event in part if event > 0]
         renumbered = {old: new for new, old in enumerate((*initial, *allocated), start=1)}
@@ -174,17 +182,30 @@ class MemoryLedger(TorchDispatchMode):
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and not (is_view(func) and self._is_being_loaded(leaf)):
                 self._record_tensor(leaf, str(func))
-        # Kernels of CUDA add 16-bit values in float32 without a copy.
-        is_cast = func in _SUMS and args[0].dtype is not result.dtype
-        if is_cast and not (self.sums_without_cast and result.dtype is torch.float32):
-            self._record_copy(args[0].numel() * result.element_size(), str(func))
+        copied = self._copied_bytes(func, [value for value in args if isinstance(value, torch.Tensor)], result)
+        if copied:
+            self._events.append(-(self._record_allocation(copied, str(func)) + 1))
+            if self._on_allocation is not None:
+                self._on_allocation(self.held_bytes, copied, str(func))
+            self.held_bytes -= copied
 
-    def _record_copy(self, num_bytes: int, operation: str) -> None:
-        """Record memory that an operation frees before it returns."""
-        self._events.append(-(self._record_allocation(num_bytes, operation) + 1))
-        if self._on_allocation is not None:
-            self._on_allocation(self.held_bytes, num_bytes, operation)
-        self.held_bytes -= num_bytes
+    def _copied_bytes(self, func: Any, tensors: list[torch.Tensor], result: Any) -> int:  # noqa: ANN401
+        """Return the bytes of copies of arguments that an operation frees before it returns."""
+        dtypes, on_cpu = {tensor.dtype for tensor in tensors}, not self.sums_without_cast
+        if func in _SUMS:
+            # Kernels of CUDA add 16-bit values in float32 without a copy.
+            dtype = torch.float32 if func in _MEANS and result.dtype in _HALVES else result.dtype
+            is_cast = dtypes != {dtype} and (on_cpu or dtype is not torch.float32)
+            return tensors[0].numel() * int(dtype.itemsize) * is_cast
+        if func in _CONTIGUOUS and (on_cpu or func is not _aten.gelu_backward.default):
+            return sum(each.nbytes for each in (*tensors, *tree_leaves(result)) if not each.is_contiguous())
+        if on_cpu and func is _aten.gather.default and result.dtype in _HALVES and not tensors[1].is_contiguous():
+            return 2 * int(result.nbytes)  # in float32
+        # Kernels of CUDA convert each element when they read it.
+        if on_cpu and len(dtypes) > 1 and torch.Tag.pointwise in func.tags:
+            dtype = torch.result_type(tensors[0], tensors[1])
+            return sum(tensor.numel() * dtype.itemsize for tensor in tensors[:2] if tensor.dtype is not dtype)
+        return 0
 
     def _is_being_loaded(self, view: torch.Tensor) -> bool:
         """Return whether a view in the phase "setup" is part of an unrecorded storage, such as a data set's."""
@@ -252,14 +273,3 @@ def storage_or_none(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
-
-
-def _live_after(events: Iterable[int]) -> set[int]:
-    """Return the numbers (from 1 on) of the allocations that are live after the events."""
-    held: set[int] = set()
-    for event in events:
-        if event > 0:
-            held.add(event)
-        else:
-            held.remove(-event)
-    return held

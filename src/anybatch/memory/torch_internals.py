@@ -58,15 +58,5 @@ def is_overwritten(tensor: torch.Tensor) -> bool:
     return next(callers, "_engine_run_backward") == "_engine_run_backward" and uses == _OWNED
 
 
-__all__ = [
-    "DataDependentOutputException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-    "is_overwritten",
-    "is_traceable_wrapper_subclass_type",
-    "is_view",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-]
+__all__ = ["DataDependentOutputException", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "is_overwritten"]
+__all__ += ["is_traceable_wrapper_subclass_type", "is_view", "tree_leaves", "tree_map", "tree_map_only"]

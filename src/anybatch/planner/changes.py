@@ -101,7 +101,7 @@ def changed(spec: StepSpec, changes: Iterable[Change]) -> StepSpec:
         spec = spec if change.strategy is None else replace(spec, strategy=change.strategy)
         if apply is not None:
             train = apply(make) if isinstance(make, TrainSpec) else lambda apply=apply, make=make: apply(make())
-            spec = replace(spec, train=train)
+            spec = replace(spec, train=train, make=None)
     return spec
 
 

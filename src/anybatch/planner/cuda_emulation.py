@@ -274,3 +274,27 @@ _OF_CUDA: Mapping[str, Callable[..., torch.Tensor]] = {
     "rms_norm": _rms_norm,
 }
 """Functions with a fused CUDA kernel, and CPU implementations that save the same memory."""
+
+
+def _group_norm_backward(*args: Any) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401 (of any type)
+    """Return empty gradients, of the types of the values and of the weight."""
+    values, weight, (of_values, *of_weights) = args[1], args[4], args[-1]
+    gradients = [None if weight is None or not needed else torch.empty_like(weight) for needed in of_weights]
+    return torch.empty_like(values) if of_values else None, *gradients
+
+
+def _batch_norm(*args: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401 (of any type)
+    """Return an empty result; only images and volumes keep their memory format."""
+    values, is_training = args[0], args[5]
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = formats.get(values.dim())
+    keeps = last is not None and values.is_contiguous(memory_format=last)
+    kept = values.new_empty(values.shape[1] if is_training else 0, dtype=torch.float32)
+    return torch.empty_like(values, memory_format=last if keeps else torch.contiguous_format), kept, kept.clone()
+
+
+FAKE_KERNELS: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.aten.native_group_norm_backward.default: _group_norm_backward,
+    torch.ops.aten.native_batch_norm.default: _batch_norm,
+}
+"""Operations whose fake kernels give results of other types or strides than real kernels."""

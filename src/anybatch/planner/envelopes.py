@@ -1,5 +1,6 @@
 """Memory of a step at any micro-batch size, extrapolated from traces of a few sizes."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,13 +8,13 @@ from typing import Literal
 
 import torch
 
+from anybatch.core.tree import count_samples
 from anybatch.errors import CannotPlanError, PlanError
 from anybatch.memory.trace import (
     Lines,
     MemoryEnvelope,
     Peak,
     check,
-    check_same_structure,
     fit,
 )
 from anybatch.planner.caching_allocator import largest_that_fits, replay
@@ -26,7 +27,6 @@ from anybatch.planner.step_trace import StepTrace, trace_step, without_garbage_c
 TRACED = (2, 3)
 """Micro-batch sizes to trace. A single sample is special: axes may be squeezed, and BatchNorm rejects it."""
 _MIN_CHECKED = 5
-_DRAWN = " The values come from torch.rand: set the probability of dropping layers to 0 to plan the step."
 Binding = Literal["tensors", "allocator", "optimizer step", "batch"]
 """The limit that a larger micro-batch would exceed; "batch" if the whole rank share fits."""
 
@@ -87,26 +87,21 @@ class Envelopes:
 
 
 @without_garbage_collection()
-def find_envelopes(spec: StepSpec, usable_bytes: int, *, max_samples: int | None = None) -> Envelopes:
+def find_envelopes(
+    spec: StepSpec, usable_bytes: int, *, max_samples: int | None = None, max_size: int | None = None
+) -> Envelopes:
     """Trace two micro-batch sizes, and check the extrapolation with a third, the largest that seems to fit.
+
+    A rank has at most `max_samples`, in micro-batches of at most `max_size`.
 
     Raises:
         CannotPlanError: the step cannot be traced, or its memory cannot be extrapolated.
     """
     ready, _ = built(spec)
     try:
-        found = _extrapolated(ready)
-        # If not even one sample fits, a check would only make the amount of missing memory more exact.
-        if found.steady.peak_bytes(1) <= usable_bytes:
-            size = _smaller(found.largest(usable_bytes), max_samples, joint_limit(ready))
-            size = _MIN_CHECKED if size is None or size <= TRACED[1] else size
-            trace = trace_step(ready, size)
-            check(found.steady, trace.steady, size)
-            check(found.first, trace.first, size)
-    except CannotPlanError:
-        raise
+        found = _checked(ready, usable_bytes, _smaller(max_samples, max_size))
     except PlanError as error:
-        message = f"cannot plan this step: {error}"
+        message = str(error) if isinstance(error, CannotPlanError) else f"cannot plan this step: {error}"
         raise CannotPlanError(message) from error
     num_in_memory = samples_in_memory(ready, max_samples)
     if num_in_memory is None:
@@ -139,18 +134,55 @@ def _with_inputs(envelope: MemoryEnvelope, num_samples: int, num_micro_batches: 
     )
 
 
-def _extrapolated(ready: StepSpec) -> Envelopes:
-    """Return the envelopes, extrapolated from traces of the two sizes in `TRACED`."""
+def _checked(ready: StepSpec, usable_bytes: int, max_size: int | None) -> Envelopes:
+    """Return the envelopes, checked with a third size; from a run with data if tensors without data do not suffice."""
     low, high = TRACED
-    small = trace_step(ready, low)
-    if small.sharded:
-        # Trace again: the first time, torch creates full-size tensors to infer how each operation is sharded.
+    try:
         small = trace_step(ready, low)
+        if small.sharded:
+            # Trace again: the first time, torch creates full-size tensors to infer how each operation is sharded.
+            small = trace_step(ready, low)
+        large = trace_step(ready, high)
+    except CannotPlanError:
+        if ready.make is None:
+            raise
+        with contextlib.suppress(PlanError):
+            return _measured(ready)
+        return _checked(dataclasses.replace(ready, make=None), usable_bytes, max_size)
+    found = _extrapolated(ready, small, low, large, high)
+    # If not even one sample fits, a check would only make the amount of missing memory more exact.
+    while found.steady.peak_bytes(1) <= usable_bytes:
+        size = _smaller(found.largest(usable_bytes), max_size, joint_limit(ready))
+        size = _MIN_CHECKED if size is None or size <= high else size
+        if size == found.steady.traced[0]:
+            note = f"memory does not grow linearly with the micro-batch: planned for {size} samples, and a line below"
+            return dataclasses.replace(found, notes=(*found.notes, note))
+        trace = trace_step(ready, size)
+        try:
+            check(found.steady, trace.steady, size)
+            check(found.first, trace.first, size)
+        except PlanError:
+            found = _extrapolated(ready, trace, size, small, low)
+        else:
+            break
+    return found
+
+
+def _measured(ready: StepSpec) -> Envelopes:
+    """Return the envelopes of a step that runs with data: each micro-batch has the sample once, or twice."""
+    size = count_samples(ready.sample)
+    low, high = TRACED if size == 1 else (size, 2 * size)
+    small, large = (trace_step(ready, m, with_data=True) for m in (low, high))
+    found = _extrapolated(ready, small, low, large, high)
+    note = f"memory depends on data, or on a kernel of this machine: measured with your sample, of size {size}"
+    return dataclasses.replace(found, notes=(*found.notes, note))
+
+
+def _extrapolated(ready: StepSpec, small: StepTrace, low: int, large: StepTrace, high: int) -> Envelopes:
+    """Return the envelopes from traces of two sizes, exact for the first."""
     notes = small.notes
-    if small.numbers_read or small.truths_read:
-        _check_independence(ready, small)
-        notes = (*notes, "the step reads values of tensors; a second trace with other values used the same memory")
-    large = trace_step(ready, high)
+    if small.read_at is not None:
+        notes = (*notes, f"the step reads the value of a tensor{small.read_at}; planned as if it were false, 0.5 or 1")
     return Envelopes(
         steady=fit(small.steady, low, large.steady, high),
         first=fit(small.first, low, large.first, high),
@@ -160,24 +192,6 @@ def _extrapolated(ready: StepSpec) -> Envelopes:
         sharded=small.sharded,
         decisions=small.decisions,
     )
-
-
-def _check_independence(spec: StepSpec, trace: StepTrace) -> None:
-    """Raise `CannotPlanError` if the memory of a step depends on the values that it reads from tensors."""
-    m = TRACED[0]
-    what = (
-        f"cannot plan this step: its memory depends on values in tensors. It reads {trace.numbers_read} numbers and "
-        f"{trace.truths_read} bools from them{trace.read_at}"
-    )
-    first, second = trace.steady, trace_step(spec, m, other_answers=True).steady
-    try:
-        check_same_structure(first, m, second, m)
-    except PlanError as error:
-        message = f"{what}; other values lead to other operations.{_DRAWN if trace.is_drawn else ''}"
-        raise CannotPlanError(message) from error
-    if [entry.num_bytes for entry in first.allocations] != [entry.num_bytes for entry in second.allocations]:
-        message = f"{what}; other values lead to other tensor sizes."
-        raise CannotPlanError(message)
 
 
 def _smaller(*sizes: int | None) -> int | None:

@@ -7,21 +7,17 @@ recreates the result from its metadata: shape, type, and the argument whose memo
 The first result of each operation is recreated and compared; if they differ, the operation runs every time.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from anybatch.core.torch_internals import storage_key
 from anybatch.memory.ledger import DEVICE, MemoryLedger, OperationObserver, PoolSelector, as_without_mode
 from anybatch.memory.torch_internals import FakeTensor, FakeTensorMode, is_traceable_wrapper_subclass_type
+from anybatch.planner.cuda_emulation import FAKE_KERNELS
 from anybatch.planner.refusals import WATCHED
-from anybatch.planner.torch_internals import (
-    fake_device_getter,
-    schema_of,
-    undispatched,
-)
+from anybatch.planner.torch_internals import fake_device_getter, schema_of, undispatched
 
 # Exact types, since a subclass may define other comparisons and hashes.
 _PLAIN = frozenset(
@@ -45,58 +41,44 @@ def fake_mode() -> FakeTensorMode:
     return mode
 
 
-@dataclass(frozen=True, slots=True)
-class _Argument:
-    """A result that is the argument tensor with this number."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class _TensorMetadata:
+class _Part(NamedTuple):
     """Metadata to recreate one result."""
 
     base: int | None  # number of the argument whose storage the result shares; None for new storage
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int  # storage offset; for a view, relative to the offset of its base
-    dtype: torch.dtype  # element type
-    device: torch.device
+    size: torch.Size | None = None  # None: the result is the argument itself
+    stride: tuple[int, ...] = ()
+    offset: int = 0  # storage offset; for a view, relative to the offset of its base
+    dtype: torch.dtype | None = None
+    device: torch.device = _META
 
-    def create(self, tensors: Sequence[FakeTensor], mode: FakeTensorMode) -> FakeTensor:
-        """Create the result, given the tensors among the arguments."""
+
+_Cached = tuple[type | None, list[Any]]
+"""Type of the collection (None for a single result), and the results; `_Part` stands for a tensor."""
+
+
+def _created(parts: Iterable[Any], tensors: Sequence[FakeTensor], mode: FakeTensorMode) -> Iterator[Any]:
+    """Yield the results, given the tensors among the arguments."""
+    for part in parts:
+        if type(part) is not _Part:
+            yield part
+            continue
+        base = None if part.base is None else tensors[part.base]
+        if part.size is None:
+            yield base
+            continue
         with undispatched():
-            if self.base is None:
-                data = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=_META)
+            if base is None:
+                data = torch.empty_strided(part.size, part.stride, dtype=part.dtype, device=_META)
             else:
-                base = tensors[self.base]
-                data = base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
-        return FakeTensor(mode, data, self.device)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _CachedResult:
-    """The result of an operation."""
-
-    kind: type | None  # `tuple` or `list`; None for a single result
-    parts: tuple[_TensorMetadata | _Argument | int | None, ...]  # the results; integers and None are stored directly
-
-    def create(self, tensors: Sequence[FakeTensor], mode: FakeTensorMode) -> Any:  # noqa: ANN401 (any result)
-        """Create the result, given the tensors among the arguments."""
-        results: list[Any] = []
-        for part in self.parts:
-            if isinstance(part, _TensorMetadata):
-                results.append(part.create(tensors, mode))
-            else:
-                results.append(tensors[part.number] if isinstance(part, _Argument) else part)
-        return results[0] if self.kind is None else self.kind(results)
+                data = base.as_strided(part.size, part.stride, base.storage_offset() + part.offset)
+        yield FakeTensor(mode, data, part.device)
 
 
 class ResultCache:
     """Results of operations on fake tensors, shared by many traces."""
 
     def __init__(self) -> None:
-        self.results: dict[tuple[object, ...], _CachedResult | None] = {}
+        self.results: dict[tuple[object, ...], _Cached | None] = {}
         # By id, because hashing an operation is slow. The reference to the operation keeps its id valid.
         self._cacheable: dict[int, tuple[Any, bool]] = {}
 
@@ -141,7 +123,7 @@ class FakeLedger(MemoryLedger):
             if kind is not FakeTensor and is_traceable_wrapper_subclass_type(kind):
                 return NotImplemented  # torch calls again with its inner tensors
         kwargs = kwargs or {}
-        result = self._result(as_without_mode(func, args) or func, args, kwargs)
+        result = self._result(FAKE_KERNELS.get(func) or as_without_mode(func, args) or func, args, kwargs)
         self._record_operation(func, args, kwargs, result)
         return result
 
@@ -156,7 +138,9 @@ class FakeLedger(MemoryLedger):
         full_key, results = tuple(key), self._cache.results
         entry = results.get(full_key)
         if entry is not None:
-            return entry.create(tensors, self._mode)
+            kind, parts = entry
+            created = _created(parts, tensors, self._mode)
+            return next(created) if kind is None else kind(created)
         result = func(*args, **kwargs)
         # An entry may be None: a result that cannot be recreated is computed each time.
         if full_key not in results:
@@ -196,44 +180,38 @@ def _depends_on_shapes(func: Any) -> bool:  # noqa: ANN401 (torch has no public 
     return not schema_of(func).is_mutable or name.endswith("_")
 
 
-def _entry_of(result: object, tensors: Sequence[FakeTensor], mode: FakeTensorMode) -> _CachedResult | None:
+def _entry_of(result: object, tensors: Sequence[FakeTensor], mode: FakeTensorMode) -> _Cached | None:
     """Return a cache entry for a result; None if it cannot be recreated."""
     kind = type(result) if isinstance(result, list | tuple) else None
+    results: Sequence[Any] = result if isinstance(result, list | tuple) else (result,)
     if kind not in {None, list, tuple}:
         return None
-    results: Sequence[Any] = result if isinstance(result, list | tuple) else (result,)
-    parts = [value if value is None or type(value) is int else _part_of(value, tensors, mode) for value in results]
+    parts = [value if value is None or type(value) is int else _part_of(value, tensors) for value in results]
     new = [storage_of(value) for value, part in zip(results, parts, strict=True) if getattr(part, "base", 0) is None]
     lost = any(part is None and value is not None for value, part in zip(results, parts, strict=True))
-    # Two results in the same new memory cannot be recreated either.
-    return None if lost or len(set(new)) < len(new) else _CachedResult(kind, tuple(parts))
+    # Two results in the same new memory cannot be recreated.
+    if lost or len(set(new)) < len(new):
+        return None
+    # Recreate the first result and compare, so that a change in torch cannot silently change plans.
+    again = zip(results, _created(parts, tensors, mode), strict=True)
+    are_equal = all(a == b if type(a) is not FakeTensor else metadata_of(a) == metadata_of(b) for a, b in again)
+    return (kind, parts) if are_equal else None
 
 
-def _part_of(
-    tensor: Any,  # noqa: ANN401 (any result)
-    tensors: Sequence[FakeTensor],
-    mode: FakeTensorMode,
-) -> _TensorMetadata | _Argument | None:
+def _part_of(tensor: Any, tensors: Sequence[FakeTensor]) -> _Part | None:  # noqa: ANN401 (any result)
     """Return the metadata of one result; None if it cannot be recreated."""
     if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.layout is not torch.strided:
         return None
     for number, argument in enumerate(tensors):
         if argument is tensor:
-            return _Argument(number)
+            return _Part(number)
     bases = [number for number, argument in enumerate(tensors) if storage_of(argument) == storage_of(tensor)]
     # If arguments share memory, the base of the view is ambiguous; offsets of another dtype have another unit.
     if len(bases) > 1 or any(tensors[at].dtype is not tensor.dtype for at in bases):
         return None
-    part = _TensorMetadata(
-        base=bases[0] if bases else None,
-        size=tuple(tensor.shape),
-        stride=tensor.stride(),
-        offset=int(tensor.storage_offset()) - sum(int(tensors[at].storage_offset()) for at in bases),
-        dtype=tensor.dtype,
-        device=tensor.fake_device,
-    )
-    # Recreate the first result and compare, so that a change in torch cannot silently change plans.
-    return part if metadata_of(part.create(tensors, mode)) == metadata_of(tensor) else None
+    offset = int(tensor.storage_offset()) - sum(int(tensors[at].storage_offset()) for at in bases)
+    base = bases[0] if bases else None
+    return _Part(base, tensor.shape, tensor.stride(), offset, tensor.dtype, tensor.fake_device)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -139,7 +139,7 @@ def envelopes_of(spec: StepSpec, target: PlanTarget) -> Envelopes:
     ready, _ = built(spec)
     usable, share = target.budget.usable_bytes, target.share(spec.world_size)
     # Sizes above the number of a rank's samples never run, so they are not traced.
-    found = find_envelopes(ready, usable, max_samples=share)
+    found = find_envelopes(ready, usable, max_samples=share, max_size=target.micro_batch_size)
     is_split = target.micro_batch_size is not None and target.micro_batch_size < share
     return found if is_split else with_alone(found, ready, usable, share)
 

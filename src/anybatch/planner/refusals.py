@@ -2,11 +2,8 @@
 
 import linecache
 import logging
-import operator
 import sysconfig
 import traceback
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from anybatch.core.torch_internals import is_compiled, num_changes
+from anybatch.core.torch_internals import is_compiled
 from anybatch.errors import CannotPlanError, LossError, UserError
-from anybatch.memory.torch_internals import DataDependentOutputException, TorchDispatchMode
+from anybatch.memory.torch_internals import DataDependentOutputException, FakeTensor, TorchDispatchMode
 from anybatch.memory.trace import Phase
 from anybatch.parallel.strategy import Strategy
-from anybatch.planner.torch_internals import known_operations, operation
+from anybatch.planner.torch_internals import operation
 
 
 def check_strategy(strategy: str | Callable[[], Strategy]) -> None:
@@ -65,7 +62,7 @@ _STANDARD = Path(sysconfig.get_path("stdlib")).resolve()
 
 
 @contextmanager
-def as_planning_errors(modules: nn.Module, read_at: Callable[[], str] = str) -> Iterator[None]:
+def as_planning_errors(modules: nn.Module, read_at: Callable[[], str | None] = str) -> Iterator[None]:
     """Convert errors of a step on fake tensors to `CannotPlanError`, with the place where it stopped.
 
     torch's own long log message about the error is suppressed.
@@ -126,84 +123,52 @@ def _is_standard(file: Path) -> bool:
 
 _CHECKS_OVERFLOW = operation("_amp_foreach_non_finite_check_and_unscale_.default")
 _READS = (operation("_local_scalar_dense.default"), torch.ops.aten.equal.default)
-_DRAWS = known_operations(("rand.default", "rand.generator"))
-_COMPARES: Mapping[Any, Callable[[Any, Any], bool]] = {
-    operation("gt.Scalar"): operator.gt,
-    operation("ge.Scalar"): operator.ge,
-    operation("lt.Scalar"): operator.lt,
-    operation("le.Scalar"): operator.le,
-}
-_FOLLOWING = "Following a random number"
 
-WATCHED = frozenset({_CHECKS_OVERFLOW, *_READS, *_DRAWS, *_COMPARES})
+_DRAWS = (operation("rand.default"), operation("rand.generator"))
+
+WATCHED = frozenset({_CHECKS_OVERFLOW, *_READS, *_DRAWS})
 """Operations that must reach `HostReads` every time, so their results are not cached."""
 
 
 class HostReads(TorchDispatchMode):
     """Makes up the values of `.item()`, `if tensor:` and `torch.equal` on fake tensors, which would raise otherwise.
 
-    The check of fp16 gradients for overflow finds no overflow, since the update would be skipped otherwise.
+    The check of fp16 gradients for overflow finds no overflow, since the update would be skipped otherwise. A number
+    drawn by `torch.rand` is near 1, so that a layer that is dropped at random is kept.
 
-    With real data the program might branch differently. To detect this, the program runs again with other made-up
-    values (`other`), and the two traces are compared. A number drawn by `torch.rand` is near 1 (with `other`: near 0),
-    also in comparisons, and never 0, so that a layer with drop probability 0 is never dropped.
+    Raises:
+        CannotPlanError: the model reads a value, and `refuses`.
     """
 
-    def __init__(self, phase: Callable[[], Phase], *, other: bool = False) -> None:
+    def __init__(self, phase: Callable[[], Phase], *, refuses: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.numbers: Counter[Phase] = Counter()
-        self.truths: Counter[Phase] = Counter()
-        self.at = ""
-        self.is_drawn = False
+        self.at: str | None = None  # location of the first read in forward or backward
         self._phase = phase
-        self._other = other
-        self._overflows: list[torch.Tensor] = []
-        # Weak references: keeping the tensors alive would change the memory of the step.
-        self._drawn: dict[int, tuple[weakref.ref[torch.Tensor], int, float]] = {}
+        self._refuses = refuses
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 (torch's protocol)
         """Run an operation; make up the result if it reads a value of a fake tensor."""
         del types
-        if func is _CHECKS_OVERFLOW:
-            # The tensor with the operation's flag; later reads of it return no overflow.
-            self._overflows.append(args[1])
-        if func not in _READS:
-            result = func(*args, **(kwargs or {}))
-            if func in _DRAWS and result.numel() == 1:
-                self._remember(result, 2**-24 if self._other else 1 - 2**-24)
-            elif func in _COMPARES and (drawn := self._draw_in(args[0])) is not None:
-                self._remember(result, _COMPARES[func](drawn, args[1]))
-            return result
         try:
-            return func(*args, **(kwargs or {}))  # the value is known, because the program has set it
+            result = func(*args, **(kwargs or {}))  # the value may be known, because the program has set it
+            if func is _CHECKS_OVERFLOW and isinstance(args[1], FakeTensor):
+                # Later reads of this flag return no overflow.
+                args[1].constant = getattr(torch.tensor(0.0), "constant")  # noqa: B009 (of fake tensors only)
+            is_drawn = func in _DRAWS and isinstance(result, FakeTensor) and result.numel() == 1
+            # `torch.tensor` makes a fake tensor with a known value.
+            return torch.tensor(1 - 2**-24).expand(result.shape).clone() if is_drawn else result
         except DataDependentOutputException:
+            if func not in _READS:
+                raise
             return self._substitute(func, args[0])
 
     def _substitute(self, func: Any, read: torch.Tensor) -> float:  # noqa: ANN401 (as above)
-        """Return a made-up value for a read of a fake tensor, and count the read."""
-        # Compare identities, since comparing values would be another read.
-        if any(read is overflow for overflow in self._overflows):
-            return 0.0
-        drawn = None if func is torch.ops.aten.equal.default else self._draw_in(read)
-        if not self.at and self._phase() in {"forward", "backward"}:
+        """Return a made-up value for a read of a fake tensor."""
+        if self.at is None and self._phase() in {"forward", "backward"}:
             self.at = user_location(reversed(list(traceback.walk_stack(None))))
-            self.is_drawn = drawn is not None
-        is_truth = func is not _READS[0] or read.dtype is torch.bool
-        (self.truths if is_truth else self.numbers)[self._phase()] += 1
-        if drawn is not None:
-            return drawn
-        if is_truth:
-            return self._other
-        if read.dtype.is_floating_point or read.dtype.is_complex:
-            return -1.5 if self._other else 0.5
-        return 2 if self._other else 1
-
-    def _remember(self, tensor: torch.Tensor, drawn: float) -> None:
-        if not tensor.is_inference():  # torch does not count changes of inference tensors
-            self._drawn[id(tensor)] = weakref.ref(tensor), num_changes([tensor], _FOLLOWING)[0], drawn
-
-    def _draw_in(self, tensor: torch.Tensor) -> float | None:
-        """Return a tensor's drawn number, or the result of comparing one; None for other tensors."""
-        reference, changes, drawn = self._drawn.get(id(tensor), (None, 0, None))
-        is_it = reference is not None and reference() is tensor and [changes] == num_changes([tensor], _FOLLOWING)
-        return drawn if is_it else None
+            if self._refuses:
+                message = f"cannot plan this step: it reads the value of a tensor{self.at}."
+                raise CannotPlanError(message)
+        if func is not _READS[0] or read.dtype is torch.bool:
+            return False
+        return 0.5 if read.dtype.is_floating_point or read.dtype.is_complex else 1

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from anybatch.core.loss import declared
 from anybatch.core.tensors import repeated_blocks
 from anybatch.core.torch_internals import storage_key
-from anybatch.core.tree import Batch, resize_samples
+from anybatch.core.tree import Batch, count_samples, resize_samples
 from anybatch.engine.arguments import TrainSpec
 from anybatch.engine.user_code import Model
 from anybatch.errors import CannotPlanError
@@ -160,6 +160,19 @@ def _modules_in(value: object) -> list[nn.Module]:
     return [item for item in getattr(value, "__dict__", {}).values() if isinstance(item, nn.Module)]
 
 
+def repeated(sample: Batch, num_samples: int) -> Batch:
+    """Return a batch with the samples repeated in order."""
+
+    def repeat(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim():
+            return tensor
+        return tensor[torch.arange(num_samples) % len(tensor)].contiguous()
+
+    return resize_samples(sample, num_samples, repeat)
+
+
+MAX_RUN_BYTES = 2**32
+"""Maximum bytes of weights, times samples, of a step that runs with data while it is planned."""
 NUM_MICRO_BATCHES = 2
 """Two micro-batches are enough: from the second on, gradients are already allocated."""
 MakeTrainSpec = Callable[[], TrainSpec]
@@ -181,6 +194,7 @@ class StepSpec:
     called: Mapping[str, str] = field(default_factory=dict)  # name in this model -> name in the user's code, for hints
     profile: Profile = "cuda"  # device type whose allocations are planned, "cuda" or "cpu"
     cache: ResultCache = field(default_factory=ResultCache)  # results of operations on fake tensors
+    make: MakeTrainSpec | None = None  # makes the step with data, to run it here if tensors without data do not suffice
 
     @property
     def autocast(self) -> Autocast:
@@ -195,7 +209,8 @@ class StepSpec:
 
     def with_train(self, **changes: object) -> "StepSpec":
         """Return the step, which must be built, with changed fields of its `TrainSpec`."""
-        return dataclasses.replace(self, train=dataclasses.replace(self.trained, **changes))  # type: ignore[arg-type]  # mypy does not know the fields
+        train = dataclasses.replace(self.trained, **changes)  # type: ignore[arg-type]  # mypy does not know the fields
+        return dataclasses.replace(self, train=train, make=None)
 
 
 def samples_in_memory(spec: StepSpec, share: int | None) -> int | None:
@@ -216,4 +231,7 @@ def built(spec: StepSpec) -> tuple[StepSpec, str | None]:
         return spec, None
     # On the meta device a model of any size needs no memory, unless its code reads numbers.
     train, reason = build(spec.train)
-    return dataclasses.replace(spec, train=train), reason
+    parameters = list(as_module(train.model).parameters())
+    is_small = sum(parameter.nbytes for parameter in parameters) * count_samples(spec.sample) <= MAX_RUN_BYTES
+    make = spec.train if is_small and spec.world_size == 1 else None
+    return dataclasses.replace(spec, train=train, make=make), reason

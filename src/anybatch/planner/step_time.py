@@ -23,6 +23,7 @@ from anybatch.core.geometry import ceil_div
 from anybatch.core.torch_internals import storage_key
 from anybatch.errors import PlanError
 from anybatch.memory.ledger import storage_or_none
+from anybatch.memory.torch_internals import tree_leaves
 from anybatch.memory.trace import Phase
 from anybatch.planner.devices import Device
 from anybatch.planner.torch_internals import schema_of
@@ -349,14 +350,8 @@ def _kind(name: str) -> OperationKind:
 
 
 def _tensors(values: object) -> list[torch.Tensor]:
-    """Return the tensors in arguments or results, including those in lists and mappings."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, list | tuple):
-        return [tensor for value in values for tensor in _tensors(value)]
-    if isinstance(values, Mapping):
-        return [tensor for value in values.values() for tensor in _tensors(value)]
-    return []
+    """Return the tensors in arguments or results."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:  # noqa: ANN401

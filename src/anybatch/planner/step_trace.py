@@ -4,7 +4,7 @@ import dataclasses
 import gc
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ from anybatch.engine.arguments import Hardware
 from anybatch.engine.engine import Engine
 from anybatch.engine.loss_check.check import UndeclaredLoss
 from anybatch.engine.user_code import Model, collect_modules, trial_run
+from anybatch.errors import CannotPlanError
+from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.torch_internals import FakeTensorMode, tree_leaves
 from anybatch.memory.trace import MemoryTrace, Phase
 from anybatch.parallel.dtensors import is_dtensor, local_part
@@ -34,7 +36,7 @@ from anybatch.planner.refusals import (
     check_strategy,
     untraced_features,
 )
-from anybatch.planner.step_spec import StepSpec, as_module, built, fake_batch, fake_twin
+from anybatch.planner.step_spec import StepSpec, as_module, built, fake_batch, fake_twin, repeated
 from anybatch.planner.step_time import CostTrace, OperationRecorder
 
 _PHASES: Mapping[str, Phase] = {"reduce": "reduce", "clip": "clip", "update": "update"}
@@ -47,10 +49,7 @@ class StepTrace:
     steady: MemoryTrace  # any step after the first, with the optimizer's state already allocated
     first: MemoryTrace  # the first step, including the engine's set-up
     costs: CostTrace  # the operations of the steady step
-    numbers_read: int  # how many unknown numbers the program read from tensors during forward and backward
-    truths_read: int  # how many unknown bools the program read from tensors during forward and backward
-    read_at: str = ""  # location of the first read, as text to append to a sentence
-    is_drawn: bool = False  # whether the first read depends on a number drawn by `torch.rand`
+    read_at: str | None = None  # location of the first read of an unknown value, as text to append to a sentence
     sharded: bool = False  # the strategy shards the weights and gathers them in every micro-batch
     decisions: Mapping[str, str] = field(default_factory=dict)  # the engine's decisions while it was built, by topic
     notes: tuple[str, ...] = ()  # features of the program that the trace does not follow
@@ -73,11 +72,12 @@ def trace_step(
     spec: StepSpec,
     micro_batch_size: int,
     *,
-    other_answers: bool = False,
+    with_data: bool = False,
 ) -> StepTrace:
     """Run `Engine.step` twice on a fake twin (a copy with fake tensors) and return the allocations.
 
-    The spec is not changed, no data is read, and almost no memory is allocated. `other_answers`: see `HostReads`.
+    The spec is not changed, no data is read, and almost no memory is allocated. With data, the step of `spec.make` runs
+    on the sample instead.
 
     Raises:
         CannotPlanError: the step cannot run without data.
@@ -86,15 +86,26 @@ def trace_step(
     check_strategy(spec.strategy)
     spec, _ = built(spec)
     # The user's functions are not copied; `trial_run` lets them detect that this is not a real run.
-    with fake_ranks(spec.world_size, spec.device_bytes) as world, warnings.catch_warnings(), trial_run():
+    with (
+        fake_ranks(spec.world_size, spec.device_bytes) as world,
+        warnings.catch_warnings(),
+        trial_run(),
+        torch.random.fork_rng(devices=[]),
+    ):
         warnings.simplefilter("ignore")  # a real run shows the warnings
-        twin = _TwinRun(spec, fake_mode(), world)
+        if with_data:
+            torch.manual_seed(0)
+        twin = _TwinRun(spec, None if with_data else fake_mode(), world)
         try:
-            reads = HostReads(lambda: twin.reading_phase, other=other_answers)
-            # oneDNN's LSTM has no fake implementation.
-            with torch.backends.mkldnn.flags(
-                enabled=not any(isinstance(each, nn.LSTM) for each in twin.modules.modules())
-            ):
+            reads = HostReads(lambda: twin.reading_phase, refuses=spec.make is not None)
+            with_lstm = any(isinstance(each, nn.LSTM) for each in twin.modules.modules())
+            if with_lstm and spec.profile == "cpu" and spec.make is not None and not with_data:
+                message = (
+                    "cannot plan this step: oneDNN's LSTM keeps a workspace that tensors without data do not have."
+                )
+                raise CannotPlanError(message)
+            # Elsewhere, and without data, torch's own kernels run.
+            with torch.backends.mkldnn.flags(enabled=not with_lstm or (spec.profile == "cpu" and with_data)):
                 return _two_steps(twin, reads, micro_batch_size)
         finally:
             twin.ledger.forget()
@@ -105,7 +116,7 @@ def _two_steps(twin: "_TwinRun", reads: HostReads, micro_batch_size: int) -> Ste
     # The mode entered last handles an operation first: the ledger, then the fake mode, which creates the result.
     with (
         as_planning_errors(twin.modules, lambda: reads.at),
-        twin.mode,
+        twin.mode or nullcontext(),
         reads,
         allocating_as(spec.profile),
         recorded_resizes(ledger),
@@ -121,15 +132,11 @@ def _two_steps(twin: "_TwinRun", reads: HostReads, micro_batch_size: int) -> Ste
             decisions = dict(twin.engine.decisions)
         finally:
             twin.close()
-    computing: tuple[Phase, ...] = ("forward", "backward")
     return StepTrace(
         steady=steady,
         first=first,
         costs=recorder.trace(),
-        numbers_read=sum(reads.numbers[phase] for phase in computing),
-        truths_read=sum(reads.truths[phase] for phase in computing),
         read_at=reads.at,
-        is_drawn=reads.is_drawn,
         sharded=twin.sharded,
         decisions=decisions,
         # Inspect the original model, since the copy is not compiled.
@@ -138,10 +145,14 @@ def _two_steps(twin: "_TwinRun", reads: HostReads, micro_batch_size: int) -> Ste
 
 
 class _TwinRun:
-    """Runs the fake twin of a spec with an engine and a ledger, as the engine's observer."""
+    """Runs the fake twin of a spec with an engine and a ledger, as the engine's observer; without a mode, with data."""
 
-    def __init__(self, spec: StepSpec, mode: FakeTensorMode, world: World) -> None:
-        self.ledger = FakeLedger(mode, on_operation=self._operation, pool=StreamPools(), cache=spec.cache)
+    def __init__(self, spec: StepSpec, mode: FakeTensorMode | None, world: World) -> None:
+        self.ledger = (
+            MemoryLedger(on_operation=self._operation, pool=StreamPools())
+            if mode is None
+            else FakeLedger(mode, on_operation=self._operation, pool=StreamPools(), cache=spec.cache)
+        )
         self.ledger.sums_without_cast = spec.profile == "cuda"
         self._recorder: OperationRecorder | None = None
         self._num_operations = 0
@@ -149,12 +160,16 @@ class _TwinRun:
         self.spec = spec
         self.mode = mode
         self._world = world
+        if mode is None:
+            assert spec.make is not None, "the step can be made"
+            spec = self.spec = dataclasses.replace(spec, train=spec.make())
         train = spec.trained
         loss = declared(train.loss)
         instance = train.optimizer if isinstance(train.optimizer, Optimizer) else None
         model: Model = train.model
         # One call, so that the optimizer's twin updates the parameters of the model's twin.
-        self._model, optimizer, self._loss = fake_twin((model, instance, loss), mode)
+        twin = model, instance, loss
+        self._model, optimizer, self._loss = twin if mode is None else fake_twin(twin, mode)
         self._optimizer = train.optimizer if optimizer is None else optimizer
         if self._loss.kind.returns_count:
             # The engine classifies an undeclared loss by its values, which a trace lacks; assume a mean.
@@ -317,7 +332,8 @@ class _TracedBatch:
 
     def _loaded(self, num_samples: int) -> Batch:
         """Return fake samples, recorded as inputs."""
-        batch = fake_batch(self.run.spec.sample, num_samples, self.run.mode)
+        sample, mode = self.run.spec.sample, self.run.mode
+        batch = repeated(sample, num_samples) if mode is None else fake_batch(sample, num_samples, mode)
         self.run.ledger.categorize("inputs", tensors_of(batch))
         return batch
 

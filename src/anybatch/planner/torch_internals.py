@@ -5,7 +5,7 @@ the plan stays the same, and raises `UnsupportedTorchError` otherwise.
 The last argument of a function is the object with the private name, so that tests can pass one that lacks it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any
@@ -25,12 +25,6 @@ def operation(name: str, of: Any = torch.ops.aten) -> Any:  # noqa: ANN401 (torc
     """Return one of torch's operations, such as "_local_scalar_dense.default"."""
     with needed_for(f"Following the operation {name}"):
         return attrgetter(name)(of)
-
-
-def known_operations(names: Sequence[str], of: Any = torch.ops.aten) -> frozenset[Any]:  # noqa: ANN401 (torch)
-    """Return torch's operations by name; skip missing ones, since no program can call them."""
-    packets = ((getattr(of, name.partition(".")[0], None), name.partition(".")[2]) for name in names)
-    return frozenset(getattr(packet, overload) for packet, overload in packets if hasattr(packet, overload))
 
 
 def schema_of(func: Any) -> Schema:  # noqa: ANN401 (torch has no public name for this type)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
-from anybatch.core.tree import Batch, resize_samples
 from anybatch.core.units import in_bytes
 from anybatch.diagnostics.memory_report import record_memory
 from anybatch.engine.arguments import Hardware, TrainSpec
@@ -16,7 +15,7 @@ from anybatch.errors import PlanError
 from anybatch.memory.device_memory import outside_bytes
 from anybatch.parallel.world import World
 from anybatch.planner.fit import Fit
-from anybatch.planner.step_spec import NUM_MICRO_BATCHES, StepSpec, samples_in_memory
+from anybatch.planner.step_spec import NUM_MICRO_BATCHES, StepSpec, repeated, samples_in_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +74,7 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification
     engine = Engine.from_spec(train, Hardware(micro_batch_size=size, world=World(device=device)))
     with engine, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a real run shows the warnings
-        batch = _repeated(spec.sample, num_micro_batches * size)
+        batch = repeated(spec.sample, num_micro_batches * size)
         # The first step creates the optimizer's state; the plan is for a later step.
         too_large = engine.step(batch).too_large
         recording = record_memory(engine)
@@ -95,14 +94,3 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification
         too_large=too_large,
         num_micro_batches=num_micro_batches,
     )
-
-
-def _repeated(sample: Batch, num_samples: int) -> Batch:
-    """Return a batch with the samples repeated in order."""
-
-    def repeat(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.dim():
-            return tensor
-        return tensor[torch.arange(num_samples) % len(tensor)].contiguous()
-
-    return resize_samples(sample, num_samples, repeat)
