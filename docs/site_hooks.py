@@ -71,8 +71,10 @@ def generated(path: Path, config: MkDocsConfig) -> File:
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Replace links between files of the repository by links between pages of the site."""
-    if page.file.src_uri.startswith(("benchmarks/", "decisions/", "src/", "log.md")):
-        page.meta["search"] = {"boost": 0.3}  # pages for users come first
+    if page.file.src_uri.startswith(("benchmarks/", "src/", "license.md", "log.md", "mkdocs.yml")):
+        page.meta["search"] = {"exclude": True}  # a search leads to pages for users, which link to these
+    elif page.file.src_uri.startswith(("api/", "decisions/", "examples/")):
+        page.meta["search"] = {"boost": 0.2}  # after other pages
     if page.file.abs_src_path is None:  # written above
         return markdown
     source, folder = Path(page.file.abs_src_path), posixpath.dirname(page.file.src_uri) or "."
