@@ -232,7 +232,7 @@ def test_memory_runs_out(guide: Watched, kib: int, told: str, judged: str) -> No
     """With a low limit, the engine retries in smaller parts, or fails, and the page shows it."""
     setting = PlaygroundSetting(micro_batch_size=64, accumulation_steps=2, steps=3, seed=12, memory_limit_kib=kib)
     part = playground(guide.page, setting)
-    expect(part.locator(".next").first).to_contain_text("above the limit, so the run will run out of memory")
+    expect(part.locator(".next").first).to_contain_text("will run out of memory, and is repeated")
     button(part, "Train").click()
     expect(part.locator(".readouts")).to_contain_text(told)
     expect(button(part, "Train")).to_be_enabled()

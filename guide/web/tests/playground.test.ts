@@ -5,7 +5,7 @@ import { expect, test } from "vitest";
 import { parse, read, write } from "../src/data/address";
 import { NO_PROGRESS, updatedProgress } from "../src/data/progress";
 import { storePins, storedPins } from "../src/data/pins";
-import { addressShape, commandLine, cut, effective, fromAddress, liveStrip, RunBuilder, byDrawnCategory, compareWithNative, nearest, predictedPeak, PRESETS, presetSetting, program, recordedStrip, refusal, replayedAt, sameSetting, toAddress, total, upTo, whyUnpredicted, withTask, type Opening, type Run } from "../src/data/runs";
+import { addressShape, commandLine, cut, effective, fromAddress, liveStrip, memoryWarning, RunBuilder, byDrawnCategory, compareWithNative, nearest, predictedPeak, PRESETS, presetSetting, program, recordedStrip, refusal, replayedAt, sameSetting, toAddress, total, upTo, whyUnpredicted, withTask, type Opening, type Run } from "../src/data/runs";
 import type { Line, Setting } from "../src/data/types";
 import { peaksAbove } from "../src/math/curves";
 import { pixels } from "../src/math/images";
@@ -44,6 +44,17 @@ test("settings that the engine refuses are refused", () => {
   ] as Partial<Setting>[]) {
     expect(refusal({ ...usual, ...change }, opening)).not.toBeNull();
   }
+});
+
+test("a run above its limit is repeated with smaller micro-batches; the warning ends with the run, and never joins a refusal", () => {
+  const limited: Setting = { ...usual, micro_batch_size: 32, accumulation_steps: 8, memory_limit_kib: 1536 };
+  const peak = 2 * 2 ** 20;
+  expect(memoryWarning(limited, opening, peak, null)).toMatch(/will run out of memory, and is repeated with smaller micro-batches/);
+  expect(memoryWarning({ ...limited, micro_batch_size: 1 }, opening, peak, null)).not.toMatch(/repeated/);
+  expect(memoryWarning(limited, opening, 2 ** 20, null)).toBeNull();
+  expect(memoryWarning(limited, opening, peak, first)).not.toBeNull();
+  expect(memoryWarning(limited, opening, peak, { ...first, setting: { ...limited } })).toBeNull();
+  expect(memoryWarning({ ...limited, mistake: "zero_each" }, opening, peak, null)).toBeNull();
 });
 
 test("the nearest run keeps the last change", () => {

@@ -238,6 +238,13 @@ export function whyUnpredicted(setting: Setting): string {
   return setting.precision === "bf16" ? "bfloat16: not predicted" : "too few recordings";
 }
 
+/** What will happen to a run with a limit; null if the setting is refused, fits, or its run has finished. */
+export function memoryWarning(setting: Setting, opening: Opening, forecast: number | null, finished: Run | null): string | null {
+  const isOver = setting.memory_limit_kib > 0 && forecast !== null && forecast > setting.memory_limit_kib * 1024;
+  if (!isOver || refusal(setting, opening) !== null || (finished && sameSetting(finished.setting, setting))) return null;
+  return `About ${formatBytes(forecast, 2)} at the peak, above the limit: the step will run out of memory${setting.micro_batch_size > 1 ? ", and is repeated with smaller micro-batches" : ""}.`;
+}
+
 export interface RunComparison {
   kind: "none" | "same" | "drift" | "other";
   words: string;
