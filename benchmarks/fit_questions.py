@@ -335,7 +335,13 @@ QUESTIONS: tuple[tuple[str, Any, dict[str, Any], str, Callable[[Found], bool]], 
     (
         "12 wav2vec2 base, RTX 3090, 32",
         WAV2VEC2,
-        {"device": "RTX 3090", "effective_batch_size": 32, "precision": "bf16", "proposals": False},
+        {
+            "device": "RTX 3090",
+            "effective_batch_size": 32,
+            "precision": "bf16",
+            "proposals": False,
+            "sequence_length": 160_000,  # 10 seconds
+        },
         "a plan",
         lambda found: found.plan is not None and found.plan.fits,
     ),

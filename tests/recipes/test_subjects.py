@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,6 +143,38 @@ def test_configurations_make_models_that_run(kind: str | None, labels: tuple[int
 
     assert subject.sample["labels"].shape == labels
     assert loss_of(subject) > 0
+
+
+@pytest.mark.slow
+def test_configurations_of_audio_models() -> None:
+    """Whisper gets its spectrogram and labels, wav2vec2 a waveform of the given length; both losses run."""
+    heads: dict[str, Any] = {
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 24,
+        "decoder_ffn_dim": 24,
+    }
+    special: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    whisper = transformers.WhisperConfig(
+        vocab_size=30, d_model=16, encoder_layers=1, decoder_layers=1, max_source_positions=20, max_target_positions=8,
+        architectures=["WhisperForConditionalGeneration"], **heads, **special
+    )  # fmt: skip
+    waveforms = transformers.Wav2Vec2Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, conv_dim=(8,) * 7,
+        num_conv_pos_embedding_groups=2, num_conv_pos_embeddings=4, architectures=["Wav2Vec2ForSequenceClassification"]
+    )  # fmt: skip
+
+    spoken, classified = subject_of_config(whisper), subject_of_config(waveforms, sequence_length=8_000)
+
+    assert {name: tensor.shape for name, tensor in spoken.sample.items()} == {
+        "input_features": (1, 80, 40),
+        "labels": (1, 8),
+    }
+    assert classified.sample["input_values"].shape == (1, 8_000)
+    assert min(loss_of(spoken), loss_of(classified)) > 0
+    for config in (waveforms, transformers.CLIPConfig(architectures=["CLIPModel"])):
+        with pytest.raises(UserError):
+            subject_of_config(config)
 
 
 def test_configuration_in_a_file(tmp_path: Path) -> None:

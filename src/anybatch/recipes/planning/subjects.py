@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -142,14 +143,7 @@ def subject_of_config(config: Any, *, sequence_length: int | None = None) -> Pla
     """Return the model of a configuration of `transformers`, with a sample like those of its tokenizer."""
     name = next(iter(config.architectures or ()), None)
     kind = _class_of(config, name)
-    maximum = next(
-        (
-            found
-            for field_name in ("max_position_embeddings", "n_positions")
-            if (found := getattr(config, field_name, None))
-        ),
-        None,
-    )
+    maximum = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     length, notes = choose_length(sequence_length, maximum, name or config.model_type)
     sample = _sample(config, kind, length)
     over_tokens = sample["labels"].dim() > 1
@@ -266,19 +260,25 @@ def _sample(config: Any, kind: Any, length: int | None) -> dict[str, Tensor]:  #
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         pixels = torch.zeros(1, config.num_channels, height, width)
         return {"pixel_values": pixels, "labels": torch.zeros(1, dtype=torch.int64)}
-    if kind.main_input_name != "input_ids":
+    if kind.main_input_name == "input_features" and hasattr(config, "num_mel_bins"):
+        spectrogram = torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)  # Whisper halves the length
+        labels = torch.zeros(1, length or config.max_target_positions, dtype=torch.int64)
+        return {"input_features": spectrogram, "labels": labels}
+    # A sequence classifier has one label per sample, a token classifier one label per token.
+    one_label = "Classification" in kind.__name__ and "Token" not in kind.__name__
+    is_waveform = kind.main_input_name == "input_values" and one_label
+    has_labels = "labels" in signature(kind.forward).parameters
+    if not has_labels or (kind.main_input_name != "input_ids" and not is_waveform):
         message = (
-            f"{kind.__name__} takes {kind.main_input_name!r}, for which there is no sample. Plan it in Python, with "
+            f"there is no sample of {kind.main_input_name!r} with labels for {kind.__name__}. Plan it in Python, with "
             "a batch of one sample: ab.plan(model, optimizer, loss, batch, ...)."
         )
         raise UserError(message)
     if length is None:
-        message = f"{kind.__name__} takes any number of tokens: set sequence_length (--sequence-length)."
+        message = f"{kind.__name__} takes inputs of any length: set sequence_length (--sequence-length)."
         raise UserError(message)
-    tokens = torch.zeros(1, length, dtype=torch.int64)
-    # A sequence classifier has one label per sample, a token classifier one label per token.
-    one_label = "Classification" in kind.__name__ and "Token" not in kind.__name__
-    return {"input_ids": tokens, "labels": torch.zeros(1, dtype=torch.int64) if one_label else tokens}
+    inputs = torch.zeros(1, length, dtype=torch.float32 if is_waveform else torch.int64)
+    return {kind.main_input_name: inputs, "labels": torch.zeros(1, dtype=torch.int64) if one_label else inputs}
 
 
 def _names(library: str, *, required: bool) -> Sequence[str]:
