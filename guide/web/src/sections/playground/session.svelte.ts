@@ -253,10 +253,11 @@ export class Session {
     storePins(pins, sessionStorage);
   }
 
+  /** Take the setting from the address; what it does not name is as in the first run. */
   #arrive = (): void => {
     const { section, values } = parse(location.hash);
     if (section !== "playground" || [...values.keys()].length === 0) return;
-    const wish = fromAddress(read(addressShape, values, toAddress(this.setting)));
+    const wish = fromAddress(read(addressShape, values, toAddress(this.first.setting)));
     if (sameSetting(wish, this.setting)) return;
     this.setting = wish;
     this.preset = null;
