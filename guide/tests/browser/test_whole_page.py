@@ -256,7 +256,7 @@ def test_the_scene_without_motion_is_four_pictures(pages: dict[str, Watched]) ->
 
 
 def test_sliders_of_an_exported_playground_work_first(browser: Browser, address: str) -> None:
-    """Without an engine a slider works as the first control, and pins survive a reload and can be removed."""
+    """Without an engine a slider works as the first control, pins survive a reload, and a link resets the setting."""
     with opened(browser, f"{address}#playground", **DESKTOP) as watched:
         page = watched.page
         part = page.locator("#playground")
@@ -274,5 +274,13 @@ def test_sliders_of_an_exported_playground_work_first(browser: Browser, address:
         part.get_by_role("button", name="Keep this curve").click()
         page.reload()
         expect(part.get_by_text("kept 1: digits 64 \u00d7 4").first).to_be_visible()
+        part.get_by_role("combobox", name="Data").select_option("spirals")
+        expect(part.locator(".which")).to_contain_text("spirals")
+        expect(part.get_by_text("kept 1")).to_have_count(0)
+        part.get_by_role("combobox", name="Data").select_option("digits")
         part.get_by_role("button", name="Remove").click()
         expect(part.get_by_text("kept 1")).to_have_count(0)
+        part.get_by_role("combobox", name="Mistake").select_option("no_division")
+        expect(part.locator(".which")).to_contain_text("forget to divide")
+        page.locator("#top").get_by_role("link", name="Open in the playground").click()
+        expect(part.locator(".which")).to_have_text("digits 16 \u00d7 4, SGD (recorded)")

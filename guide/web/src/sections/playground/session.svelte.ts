@@ -23,6 +23,7 @@ export class Session {
   preset = $state.raw<Preset | null>(null);
   /** The displayed run; null before the first one. */
   held = $state.raw<PinnedRun | null>(null);
+  /** Pinned runs of all tasks. */
   pinned: PinnedRun[] = $state.raw([]);
   grids: Partial<Record<Setting["task"], Grid>> = $state.raw({});
   liveRun = $state.raw<RunBuilder | null>(null);
@@ -67,6 +68,8 @@ export class Session {
     if (this.held === null) return { run: emptyRun(this.setting), from: { kind: "chosen", note: "nothing has run yet" } };
     return this.replayed === null ? this.held : { run: upTo(this.held.run, this.replayed.steps), from: this.held.from };
   });
+  /** Pinned runs that can be compared with the run on the stage. */
+  readonly pins = $derived(this.pinned.filter(({ run }) => run.setting.task === this.shown.run.setting.task));
   /** A recorded run with the same initial weights and first batch. */
   readonly alike: PinnedRun | undefined = $derived.by(() => {
     const { setting } = this.shown.run;
@@ -243,9 +246,9 @@ export class Session {
 
   pin(): void {
     const { run, from } = this.shown;
-    if (this.pinned.length >= MAX_PINNED || run.losses.length === 0) return;
+    if (this.pins.length >= MAX_PINNED || run.losses.length === 0) return;
     this.setPins([...this.pinned, { run: { ...run }, from }]);
-    announce(`Pinned. ${this.pinned.length} of ${MAX_PINNED}.`);
+    announce(`Pinned. ${this.pins.length} of ${MAX_PINNED}.`);
   }
 
   setPins(pins: PinnedRun[]): void {
