@@ -7,15 +7,11 @@ from guide.tests.browser.element_checks import READY, heights, phase_of, slider
 
 PLAYED = """async loop => {
     const does = loop.querySelector('.does'), seen = [phase()];
-    function phase() {
-        const lit = loop.querySelector('.phases [aria-current=step]');
-        if (lit) return lit.textContent;
-        return /^(Nothing to clear|P\\.grad is cleared)/.test(does.textContent) ? 'clear' : does.textContent;
-    }
+    function phase() { return loop.querySelector('.phases [aria-current=step]')?.textContent; }
     await new Promise(done => {
         const watch = new MutationObserver(() => {
             seen.push(phase());
-            if (seen.length === 8) { watch.disconnect(); done(); }
+            if (seen.length === 10) { watch.disconnect(); done(); }
         });
         watch.observe(does.closest('.walk').querySelector('.code'), {subtree: true, attributes: true});
         watch.observe(does, {subtree: true, characterData: true});
@@ -30,10 +26,18 @@ DRAWING = "moment => [...moment.querySelectorAll('svg')].map(drawing => drawing.
 
 
 def plays_the_loop(loop: Locator) -> None:
-    """Playing skips lines without arithmetic, at the chosen speed."""
+    """Playing runs line after line at the chosen speed, until the loop is done."""
     slider(loop, "Moment of the run").fill("0")
     loop.get_by_label("Speed").first.select_option("4\u00d7")
-    assert loop.evaluate(PLAYED) == ["ready", "clear", *["forward"] * 3, "backward", "accumulate", "forward"]
+    passes = ["load", *["forward"] * 3, "backward", "accumulate", "check"]
+    assert loop.evaluate(PLAYED) == ["ready", "clear", *passes, "load"]
+    position = slider(loop, "Moment of the run")
+    position.press("End")
+    end = int(position.input_value())
+    position.fill(str(end - 2))
+    loop.get_by_role("button", name="Play").click()
+    expect(position).to_have_value(str(end))
+    assert phase_of(loop) == "done"
 
 
 def counts_micro_batches(loop: Locator) -> None:
@@ -95,10 +99,10 @@ def lights_up(loop: Locator) -> None:
     """The code has the loop, and each line of a micro-batch is marked with its phase, its caption and its picture."""
     expect(loop.locator(".code")).to_contain_text("loss = loss / accumulation_steps")
     slider(loop, "Moment of the run").fill("0")
-    window = [("5", "forward"), ("6", "forward"), ("7", "forward"), ("8", "backward"), ("8", "accumulate")]
+    passes = [("5", "forward"), ("6", "forward"), ("7", "forward"), ("8", "backward"), ("8", "accumulate")]
+    window = [("4", "load"), *passes, ("10", "check")]
     seen = [(line, phase) for line, phase, _ in steps_of(loop)]
-    assert [one for one in seen if one[1]] == window * 4
-    assert {one for one in seen if not one[1]} == {("3", ""), ("4", ""), ("10", "")}
+    assert [*seen, ("10", "check")] == [("3", "clear"), *window * 4]
 
 
 def draws_each_line(loop: Locator) -> None:
@@ -115,8 +119,25 @@ def draws_each_line(loop: Locator) -> None:
             expect(loop.locator(".apart")).to_have_count(1)
     assert len({said[line, "forward"] for line in ("5", "6", "7")}) == 3
     assert "divided by the 4" in said["7", "forward"]
-    assert said["3", ""] == "Nothing to clear yet: p.grad is empty."
+    assert said["3", "clear"] == "Nothing to clear yet: p.grad is empty."
+    draws_the_decision(loop)
     changes_the_drawing(loop)
+
+
+def draws_the_decision(loop: Locator) -> None:
+    """Line 10 draws the number of added micro-batches and the decision, and keeps loss and gradient."""
+    slider(loop, "Moment of the run").fill("0")
+    drawing = loop.locator(".moment svg").first
+    for number in range(1, 5):
+        while phase_of(loop) != "check":
+            gradient = loop.locator(".strips .gradient").first.get_attribute("d")
+            loss = drawing.locator("text").last.text_content()
+            loop.get_by_role("button", name="Next").click()
+        expect(drawing.locator("rect.gradient")).to_have_count(number)
+        expect(drawing).to_contain_text("update now" if number == 4 else "not yet")
+        assert drawing.locator("text").last.text_content() == loss
+        assert loop.locator(".strips .gradient").first.get_attribute("d") == gradient
+        loop.get_by_role("button", name="Next").click()
 
 
 def changes_the_drawing(loop: Locator) -> None:

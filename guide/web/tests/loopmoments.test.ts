@@ -11,8 +11,8 @@ const last = text.findIndex((line) => line.startsWith("def main")) - 2;
 const moments = momentsOf(trace, first, last);
 
 test("a line is one phase, and a backward is two", () => {
-  expect(["        outputs = model(inputs)", "loss = loss / accumulation_steps", "loss.backward()", "optimizer.step()", "optimizer.zero_grad()", "for i in loader:"].map(phaseOf)).toEqual([
-    ...["forward", "forward", "backward", "update", "clear", "take"],
+  expect(["        outputs = model(inputs)", "loss = loss / accumulation_steps", "loss.backward()", "optimizer.step()", "optimizer.zero_grad()", "if (i + 1) % accumulation_steps == 0:", "for i in loader:"].map(phaseOf)).toEqual([
+    ...["forward", "forward", "backward", "update", "clear", "check", "load"],
   ]);
   const phases = moments.map(({ phase }) => phase);
   expect(phases.filter((phase) => phase === "backward")).toHaveLength(8);
@@ -52,8 +52,8 @@ test("it begins ready, with nothing added, and knows which micro-batch runs", ()
   const running = moments.filter(({ running }) => running).map(({ running }) => running);
   expect([...new Set(running.slice(0, running.length / 2))]).toEqual([1, 2, 3, 4]);
   for (const { phase, running, added } of moments) {
-    if (phase === "take" || phase === "forward" || phase === "backward") expect(running).toBe(added + 1);
-    else expect(running).toBe(phase === "accumulate" ? added : 0);
+    if (phase === "load" || phase === "forward" || phase === "backward") expect(running).toBe(added + 1);
+    else expect(running).toBe(phase === "accumulate" || phase === "check" ? added : 0);
   }
 });
 
@@ -67,6 +67,11 @@ test("the loss belongs to the micro-batch that runs, divided by four after its l
 });
 
 test("the head of the loop takes each micro-batch, and ends after the last", () => {
-  const heads = moments.filter(({ phase }) => phase === "take" || phase === "end").map(({ phase, running }) => [phase, running]);
-  expect(heads).toEqual([...[1, 2, 3, 4, 1, 2, 3, 4].map((number) => ["take", number]), ["end", 0]]);
+  const heads = moments.filter(({ phase }) => phase === "load" || phase === "done").map(({ phase, running }) => [phase, running]);
+  expect(heads).toEqual([...[1, 2, 3, 4, 1, 2, 3, 4].map((number) => ["load", number]), ["done", 0]]);
+});
+
+test("the check follows each addition, keeps loss and gradient, and knows whether four are added", () => {
+  const checks = moments.flatMap(({ phase, added, loss, own }, at) => (phase === "check" ? [[added, loss === moments[at - 1]?.loss && loss !== null, own === moments[at - 1]?.own && own !== null, moments[at + 1]?.phase]] : []));
+  expect(checks).toEqual([1, 2, 3, 4, 1, 2, 3, 4].map((added) => [added, true, true, added === 4 ? "update" : "load"]));
 });

@@ -1,7 +1,8 @@
 /** A traced run of the usual loop, moment by moment: the phase of a line, the gradient and the weights. */
 import type { Trace } from "./trace";
 
-export type Phase = "ready" | "take" | "forward" | "backward" | "accumulate" | "update" | "clear" | "end" | "";
+export const PHASES = ["ready", "load", "forward", "backward", "accumulate", "check", "update", "clear", "done"] as const;
+export type Phase = (typeof PHASES)[number];
 
 export interface VectorTrace extends Trace {
   vectors: Record<"weights" | "gradients", [number, number[] | null][]>;
@@ -12,12 +13,12 @@ export interface Moment {
   phase: Phase;
   /** Number of micro-batches in the gradient, and of updates. */
   added: number;
-  /** Number of the micro-batch that is taken or runs, from 1; 0 for none. */
+  /** Number of the micro-batch that is loaded, runs or was just added, from 1; 0 for none. */
   running: number;
   /** The loss of this micro-batch, once it is computed. */
   loss: number | null;
   updates: number;
-  /** The gradient of this micro-batch alone, while it is computed and added. */
+  /** The gradient of this micro-batch alone, once it is computed. */
   own: number[] | null;
   gradient: number[] | null;
   weights: number[];
@@ -25,14 +26,14 @@ export interface Moment {
   before: number[] | null;
 }
 
-/** Phase of a line of the program; the head of the loop takes a micro-batch, or ends the loop. */
+/** Phase of a line of the program; the head of the loop loads a micro-batch, or ends the loop. */
 export function phaseOf(text: string): Phase {
   if (text.includes(".backward(")) return "backward";
   if (text.includes("optimizer.step(")) return "update";
   if (text.includes("zero_grad(")) return "clear";
-  if (text.includes("for ")) return "take";
+  if (text.includes("for ")) return "load";
   if (text.includes("model(inputs") || /\bloss\s*=/.test(text)) return "forward";
-  return "";
+  return "check";
 }
 
 /** The value at a line; only changes are stored. */
@@ -51,29 +52,30 @@ function lossAt(trace: VectorTrace, text: readonly string[], index: number): num
 export function momentsOf(trace: VectorTrace, first: number, last: number): Moment[] {
   const text = (trace.files[0]?.text ?? "").split("\n");
   const { weights, gradients } = trace.vectors;
+  let own: number[] | null = null;
   return trace.lines.flatMap((line, index): Moment[] => {
     if (line < first || line > last) return [];
     const written = line === first ? "ready" : phaseOf(text[line - 1] ?? "");
     const next = phaseOf(text[(trace.lines[index + 1] ?? 0) - 1] ?? "");
-    const phase = written === "take" && next !== "forward" ? "end" : written;
+    const phase = written === "load" && next !== "forward" ? "done" : written;
     const [gradient, earlier] = [atLine(gradients, index), atLine(gradients, index - 1)];
     const moved = phase === "update" ? atLine(weights, index - 1) : null;
     const added = gradient === null ? 0 : (atLine(trace.values["micro_batches"] ?? [], phase === "update" ? index - 1 : index) ?? 0);
-    const runs = phase === "forward" || phase === "backward";
+    if (phase === "load" || phase === "clear") own = null;
     const moment: Moment = {
       line,
       phase,
       added,
-      running: phase === "take" || phase === "forward" ? added + 1 : phase === "backward" ? added : 0,
-      loss: runs ? lossAt(trace, text, index) : null,
+      running: phase === "load" || phase === "forward" ? added + 1 : phase === "backward" || phase === "check" ? added : 0,
+      loss: ["forward", "backward", "check", "update"].includes(phase) ? lossAt(trace, text, index) : null,
       updates: atLine(trace.values["updates"] ?? [], index) ?? 0,
-      own: null,
+      own,
       gradient,
       weights: atLine(weights, index) ?? [],
       before: moved,
     };
     if (phase !== "backward" || gradient === null) return [moment];
-    const own = gradient.map((value, at) => value - (earlier?.[at] ?? 0));
+    own = gradient.map((value, at) => value - (earlier?.[at] ?? 0));
     return [
       { ...moment, own, gradient: earlier, added: moment.added - 1 },
       { ...moment, own, phase: "accumulate" },
