@@ -127,16 +127,15 @@ def draws_each_line(loop: Locator) -> None:
 def draws_the_decision(loop: Locator) -> None:
     """Line 10 draws the number of added micro-batches and the decision, and keeps loss and gradient."""
     slider(loop, "Moment of the run").fill("0")
-    drawing = loop.locator(".moment svg").first
+    loss, gradient = loop.locator(".moment svg").first.locator("text").last, loop.locator(".strips .gradient").first
+    before: list[str | None] = []
     for number in range(1, 5):
         while phase_of(loop) != "check":
-            gradient = loop.locator(".strips .gradient").first.get_attribute("d")
-            loss = drawing.locator("text").last.text_content()
+            before = [loss.text_content(), gradient.get_attribute("d")]
             loop.get_by_role("button", name="Next").click()
-        expect(drawing.locator("rect.gradient")).to_have_count(number)
-        expect(drawing).to_contain_text("update now" if number == 4 else "not yet")
-        assert drawing.locator("text").last.text_content() == loss
-        assert loop.locator(".strips .gradient").first.get_attribute("d") == gradient
+        expect(loop.locator(".moment rect.gradient")).to_have_count(number)
+        expect(loop.locator(".moment text.strong.middle").last).to_have_text("update now" if number == 4 else "not yet")
+        assert before == [loss.text_content(), gradient.get_attribute("d")]
         loop.get_by_role("button", name="Next").click()
 
 
