@@ -103,7 +103,7 @@ def test_the_checker_finds_each_mistake(name: str) -> None:
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_page_marks_the_wrong_lines(name: str) -> None:
     """The page marks exactly the wrong lines of a loop, and shows the complete function."""
-    text = (ROOT / "guide" / "web" / "src" / "sections" / "playground" / "Loops.svelte").read_text()
+    text = (ROOT / "guide" / "web" / "src" / "sections" / "Playground.svelte").read_text()
     shown = re.search(rf'/{name}\.py" lines="(\d+)-(\d+)" mark="([\d-]+)"', text)
     first = loop_of(name).__code__.co_firstlineno
     numbers = [first + number - 1 for number in wrong_lines(name)]
