@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from playwright.sync_api import Browser, Locator, expect
 
-from guide.tests.browser.chromium import DESKTOP, PHONE, Watched, opened
+from guide.tests.browser.chromium import DESKTOP, PHONE, Watched, come_to, opened
 
 PARTS = {
     "devices": "ddp_timeline",
@@ -93,3 +93,14 @@ def test_a_part_that_fails_to_load_stays_readable(browser: Browser, address: str
         place.scroll_into_view_if_needed()
         expect(place.locator("[data-later]").first).to_have_attribute("data-later", "failed")
         expect(place).to_contain_text("The gradient of the full batch is a mean")
+
+
+def test_the_batch_size_is_one_of_the_task(browser: Browser, address: str) -> None:
+    """Another task changes the size in the field to one that the task has, as in the sentence below."""
+    with opened(browser, address, **DESKTOP) as watched:
+        figure = come_to(watched.page, "batch-size").locator("figure", has_text="Learning rate by batch size")
+        size = figure.get_by_role("spinbutton", name="Effective batch size")
+        for task, expected in (("text, SGD", "128"), ("digits, SGD", "256")):
+            figure.get_by_role("radio", name=task).check()
+            expect(size).to_have_value(expected)
+            expect(figure).to_contain_text(f"for batches of {expected}")
