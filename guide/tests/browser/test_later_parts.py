@@ -95,6 +95,14 @@ def test_a_part_that_fails_to_load_stays_readable(browser: Browser, address: str
         expect(place).to_contain_text("The gradient of the full batch is a mean")
 
 
+def test_a_link_to_a_card_shows_the_card(browser: Browser, address: str) -> None:
+    """The link from the mathematics brings the card itself into view."""
+    with opened(browser, address, **DESKTOP) as watched:
+        come_to(watched.page, "mathematics").get_by_role("link", name="contrastive learning").click()
+        card = watched.page.get_by_role("article", name="Contrastive learning")
+        expect(card).to_be_in_viewport(ratio=1)
+
+
 def test_the_batch_size_is_one_of_the_task(browser: Browser, address: str) -> None:
     """Another task changes the size in the field to one that the task has, as in the sentence below."""
     with opened(browser, address, **DESKTOP) as watched:
