@@ -230,6 +230,7 @@ def test_the_scene_plays_once_and_follows_the_reader(browser: Browser, address: 
         expect(position).not_to_have_value("0")
         position.press("End")
         expect(words).to_have_text("Same gradient as the full batch.\n46% of its memory.")
+        expect(top.locator(".phases .on")).to_have_text("done")
         position.press("Home")
         expect(words).to_have_text("Train on 64 digits at once")
         expect(top.locator(".phases .on")).to_have_text("ready")
