@@ -188,6 +188,14 @@ def test_a_run_compares_its_first_update(changes: Mapping[str, Any], least: floa
     assert told["relative_difference"] == data["first_update_difference"]
 
 
+def test_a_long_run_shows_every_second_gradient_and_the_last() -> None:
+    """Of 102 steps, every second one and the last one have the gradient of their micro-batches."""
+    _, lines = played(task="spirals", micro_batch_size=1, accumulation_steps=1, steps=102)
+
+    shown = {line["step"] for line in of_kind(lines, "guide.micro_batch")}
+    assert shown == {*range(0, 102, 2), 101}
+
+
 @pytest.mark.slow
 def test_the_native_batch_is_shown_before_each_step() -> None:
     """The native losses are equal to an unsplit run, and its gradient is the sum of the micro-batches' gradients."""

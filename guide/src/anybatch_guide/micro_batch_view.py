@@ -17,7 +17,7 @@ NUM_SAMPLES: Final = 16
 NUM_CELLS: Final = 48
 """Maximum number of shown components of a gradient."""
 NUM_SHOWN_STEPS: Final = 100
-"""Steps of a run whose gradients are shown outside single-step mode, evenly spaced."""
+"""Steps of a run whose gradients are shown outside single-step mode, evenly spaced; the last step is shown as well."""
 
 
 class ViewObserver(Protocol):
@@ -78,7 +78,7 @@ class MicroBatchView:
         self._observer = observer
         self._encode = ENCODERS[task.name]
         self._cells = GradientCells(model)
-        self._every = -(-steps // NUM_SHOWN_STEPS)
+        self._shown = {*range(0, steps, -(-steps // NUM_SHOWN_STEPS)), steps - 1}
         self._is_shown = False
         self._samples: Mapping[str, Any] | None = None
         self._previous_sum: Any = 0.0
@@ -104,7 +104,7 @@ class MicroBatchView:
         if not isinstance(record, MicroBatchRecord):
             return
         if record.event == "begin":
-            self._is_shown = self._observer.is_stepped or record.step % self._every == 0
+            self._is_shown = self._observer.is_stepped or record.step in self._shown
         # A BatchNorm policy may run all forwards before one backward, so single micro-batches have no gradient.
         elif self._is_shown and self._cells.added is not None:
             self._observer.add_micro_batch(
