@@ -113,6 +113,30 @@ def test_a_run_equals_the_library(guide: Watched) -> None:
     expect(part.locator(".judged.same")).to_contain_text("the same, up to rounding")
 
 
+def test_the_stage_keeps_its_place(guide: Watched) -> None:
+    """The first step, the note of a preset and an out-of-memory retry move nothing, and no run bar covers the run."""
+    part = playground(guide.page, PlaygroundSetting(steps=60, seed=7))
+    bar = guide.page.get_by_role("complementary", name="Run in progress")
+
+    def top() -> float:
+        return float(part.locator(".stage").evaluate("stage => stage.getBoundingClientRect().top + scrollY"))
+
+    part.locator(".stage").scroll_into_view_if_needed()
+    before = top()
+    button(part, "Train").click()
+    expect(steps(part)).to_have_text(re.compile(r"[1-9]"))
+    expect(bar).to_have_count(0)
+    assert top() == before
+    guide.page.evaluate("scrollTo({top: 0, behavior: 'instant'})")
+    button(part, "Pause").evaluate("pause => pause.click()")
+    expect(bar).to_be_visible()
+    button(part, "Stop").evaluate("stop => stop.click()")
+    button(part, "Out of memory, repeated").click()
+    expect(part.locator(".readouts")).to_contain_text("Each sample counts once.")
+    assert top() == before
+    expect(button(part, "Train")).to_be_enabled()
+
+
 def test_pause_one_micro_batch_and_stop(guide: Watched) -> None:
     """A run can start with one micro-batch, step by single micro-batches, resume, and stop."""
     part = playground(guide.page, PlaygroundSetting(micro_batch_size=4, accumulation_steps=3, steps=400, seed=6))

@@ -242,7 +242,7 @@ export function whyUnpredicted(setting: Setting): string {
 export function memoryWarning(setting: Setting, opening: Opening, forecast: number | null, finished: Run | null): string | null {
   const isOver = setting.memory_limit_kib > 0 && forecast !== null && forecast > setting.memory_limit_kib * 1024;
   if (!isOver || refusal(setting, opening) !== null || (finished && sameSetting(finished.setting, setting))) return null;
-  return `About ${formatBytes(forecast, 2)} at the peak, above the limit: the step will run out of memory${setting.micro_batch_size > 1 ? ", and is repeated with smaller micro-batches" : ""}.`;
+  return `About ${formatBytes(forecast, 2)} at the peak: the step will run out of memory${setting.micro_batch_size > 1 ? ", and is repeated with smaller micro-batches" : ""}.`;
 }
 
 export interface RunComparison {
