@@ -135,6 +135,31 @@ describe("a pasted loop", () => {
     expect(readLoop(data.example.source, "train.py; rm x", data.roles).command).toBeUndefined();
   });
 
+  test("a dataset that is iterated must be called loader", () => {
+    const named = (each: string) => loop("def train(model, data, opt):", `for step, batch in ${each}:\n        loss.backward()\n        opt.step()`);
+    for (const each of ["data", "enumerate(data)", "enumerate(data, 1)"]) expect(named(each).missing.join(), each).toContain("the name loader for data");
+    expect(named("enumerate(DataLoader(data))").missing).toEqual([]);
+  });
+
+  test("a missing colon is reported with its line", () => {
+    const { source } = data.example;
+    for (const [at, line] of source.split("\n").entries()) {
+      if (!/:$/.test(line)) continue;
+      const broken = source.split("\n").with(at, line.slice(0, -1)).join("\n");
+      expect(readLoop(broken, "train.py", data.roles).missing.join(), line).toContain(`a colon at the end of line ${at + 1}`);
+    }
+  });
+
+  test("a block on several lines, and a comprehension, lack no colon", () => {
+    const text = "    total = sum(\n        f(x)\n        for x in loader\n        if x\n    )\n    if total > 0 and \\\n            total < 9:\n        opt.step()\n    for i in range(len(a[1:])):\n        loss.backward()";
+    expect(loop("def train(model, loader, opt):", text.trim()).missing).toEqual([]);
+    expect(loop("def train(model, loader, opt):", text.trim().replace("[1:])):", "[1:]))")).missing).toEqual(["a colon at the end of line 10"]);
+  });
+
+  test("a path with a space is quoted", () => {
+    expect(readLoop(data.example.source, "my dir/loop.py", data.roles).command).toBe('anybatch check --loop "my dir/loop.py:train"');
+  });
+
   test("a Trainer's file gets the line that makes it exact; a loop next to it is still read", () => {
     const text = "from transformers import Trainer\n\nmine = Trainer(model=model, args=args)\nmine.train()\n";
     const found = readLoop(text, "train.py", data.roles);
