@@ -95,9 +95,9 @@ _CLAIMS = (
         ),
         texts={
             "only_if": (
-                "Only with two passes per batch. Each digit is cut in two, and the network looks for the matching "
-                "half: plain accumulation finds it for {accuracy_16} of the held-out digits, two passes for "
-                "{accuracy_joint}, guessing for {chance}. A contrastive loss compares "
+                "Only with two passes per batch: asked which halves of held-out digits belong together, the network "
+                "is right for {accuracy_joint} of them, after plain accumulation for {accuracy_16}; guessing is right "
+                "for {chance}. A contrastive loss compares "
                 "every sample with all others of the batch, and a micro-batch has fewer of them: the gradient is off "
                 "by {plain_error}, and with smaller micro-batches only {accuracy_4} are found. `ab.joint` first "
                 "computes all outputs without gradients, then runs each micro-batch again with the gradient of the "
@@ -244,8 +244,8 @@ _CLAIMS = (
         rule_in_words="True: a parameter changes within a window, or a gradient error is above 1e-2. False: otherwise.",
         texts={
             "false": (
-                "A gradient is stale (outdated) if the weights change after it was computed. They do not: within a "
-                "window, the largest change of a weight is {moved}. All micro-batches use the same weights, like the "
+                "A gradient is stale (outdated) if the weights change after it was computed, but within a window, the "
+                "largest change of a weight is {moved}. All micro-batches use the same weights, like the "
                 "samples of a large batch, and the gradient error is "
                 "{gradient_error}. A step after each micro-batch would change them by {moved_if_stepped}; but that is "
                 "training with the small batch."
