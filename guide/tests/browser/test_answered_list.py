@@ -88,7 +88,7 @@ CHECKS: dict[str, Callable[[Locator], None]] = {
     "slider of the effective batch, 64": moves_the_effective_batch,
     "trade time for memory": trades,
     "advantage: larger batches, contrastive learning": verdict(
-        "Contrastive learning", words=CONDITION, number=r"11\.8% .* 14\.6%", says="contrastive learning needs"
+        "Contrastive learning", words=CONDITION, number=r"14\.6% .* 11\.8%", says="contrastive learning needs"
     ),
     "advantage: convergence": verdict(
         "Less noise",
@@ -118,7 +118,7 @@ CHECKS: dict[str, Callable[[Locator], None]] = {
         "BatchNorm", words="True", number=r"29% with BatchNorm", says="statistics of each micro-batch"
     ),
     "limitation: stale gradients": verdict(
-        "Stale gradients", words="False", number=r"change of a parameter is 0", says="are stale"
+        "Stale gradients", words="False", number=r"change of a weight is 0", says="are stale"
     ),
     "limitation: memory is not free": verdict(
         "Memory is not free", words="True", number=r"sum of the earlier gradients \(259.KiB\)", says="keeps gradients"
