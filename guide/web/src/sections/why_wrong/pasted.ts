@@ -14,7 +14,7 @@ const LOOP = "def train(model, loader, optimizer, accumulation_steps):";
 
 /** Read the text of a file; `patterns` are the judge's names of parameters by role. */
 export function readLoop(text: string, file: string, patterns: Readonly<Record<string, string>>): Pasted {
-  const code = text.replace(/("""|''')[\s\S]*?\1/g, (string) => `""${string.replace(/[^\n]/g, "")}`).replace(/#.*$/gm, "");
+  const code = text.replace(/("""|''')[\s\S]*?\1/g, '""').replace(/#.*$/gm, "");
   const trainer = /^[ \t]*(?:(\w+) *= *)?(?:\w+\.)*\w*Trainer\(/m.exec(code);
   if (trainer && !/\.backward\(/.test(code)) {
     const name = trainer[1] ?? "trainer";
@@ -31,28 +31,10 @@ export function readLoop(text: string, file: string, patterns: Readonly<Record<s
   const runs = functions.some(({ name }) => new RegExp(`^(?:\\w+ *= *)?${name}\\(`, "m").test(code)) || (loop && /^(?:for|while)\b/m.test(code));
   if (runs) missing.push('if __name__ == "__main__": before the code that runs when the file is imported');
   if (!/^[\w./ -]*\w\.py$/.test(file)) missing.push("a file name such as train.py");
-  for (const number of linesWithoutColon(code)) missing.push(`a colon at the end of line ${number}`);
   const iterated = loop?.roles.find(([name, role]) => role === "dataset" && new RegExp(`\\bin +(?:enumerate\\( *)?${name} *[:,)]`).test(loop.body))?.[0];
-  if (iterated) missing.push(`the name loader for ${iterated}, because the loop iterates over it: the check takes ${iterated} for a dataset`);
+  if (iterated) missing.push(`the name loader for ${iterated}, because the loop iterates over it`);
   const target = `${file}:${loop?.name}`;
   return { roles: loop?.roles ?? [], missing, command: loop && !missing.length ? `anybatch check --loop ${file.includes(" ") ? `"${target}"` : target}` : undefined };
-}
-
-/** Numbers of the lines that begin a block of Python but have no colon; `code` has no comments. */
-function linesWithoutColon(code: string): number[] {
-  let depth = 0;
-  let continued = false;
-  return code.replace(/"[^"\n]*"|'[^'\n]*'/g, '""').split("\n").flatMap((line, at) => {
-    const isBlock = depth === 0 && !continued && /^\s*(?:(?:async +)?(?:def|for|with)|class|while|if|elif|else|try|except|finally)\b/.test(line);
-    let hasColon = false;
-    for (const sign of line) {
-      if ("([{".includes(sign)) depth += 1;
-      if (")]}".includes(sign)) depth -= 1;
-      hasColon ||= sign === ":" && depth === 0;
-    }
-    continued = line.trimEnd().endsWith("\\");
-    return isBlock && !hasColon && depth === 0 && !continued ? [at + 1] : [];
-  });
 }
 
 /** The parameters between the opening parenthesis, where the text begins, and the closing one. */
