@@ -69,7 +69,7 @@ def test_charts_that_fail_do_not_end_a_run(
         raise RuntimeError(message)
 
     monkeypatch.setattr("anybatch.cli.launch.TensorBoardLog", no_charts)
-    monkeypatch.setitem(sys.modules, "anybatch.events.drawing", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     summary, _ = shown(tmp_path / "run", capsys)
     assert summary["plot"].endswith(PLOT)
     assert summary["tensorboard"].endswith(TENSORBOARD)

@@ -3,20 +3,21 @@
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
-from anybatch.diagnostics.memory_pictures import MemoryPicture, draw_memory
-from anybatch.diagnostics.stacked_areas import highest_moments, make_figure
+from anybatch.diagnostics.memory_pictures import draw_areas, draw_memory, highest_moments
 from anybatch.errors import UserError
 from anybatch.memory.trace import Allocation, MemoryTimeline, MemoryTrace, Phase, timeline
 from tests.raising import raises
 
 MIB = 2**20
-PICTURE = MemoryPicture(title="the title", subtitle="the line below", limit_bytes=40 * MIB, headroom=0.15)
+PICTURE: Any = {"title": "the title", "subtitle": "the line below", "limit_bytes": 40 * MIB, "headroom": 0.15}
 
 
 def course(num_micro_batches: int = 3) -> MemoryTimeline:
@@ -44,8 +45,8 @@ def test_a_figure_has_its_labels(tmp_path: Path) -> None:
     The same timeline gives the same file, byte for byte.
     """
     path, again = tmp_path / "folder" / "memory.svg", tmp_path / "again.svg"
-    draw_memory(course(), PICTURE, path)
-    draw_memory(course(), PICTURE, again)
+    draw_memory(course(), path, **PICTURE)
+    draw_memory(course(), again, **PICTURE)
 
     said = words(path)
     for word in ("the title", "the line below", "weights", "8.00 MiB", "activations", "36.0 MiB", "micro-batch 2"):
@@ -58,8 +59,9 @@ def test_a_figure_has_its_labels(tmp_path: Path) -> None:
 def test_areas_match_the_memory() -> None:
     """The top edge of the areas is the total in MiB, and each area is a category."""
     found = course()
-    figure = make_figure(found, PICTURE)
-    weights, activations = (torch.tensor(area.get_paths()[0].vertices) for area in figure.axes[1].collections[:2])
+    areas = Figure().subplots()
+    draw_areas(areas, found)
+    weights, activations = (torch.tensor(area.get_paths()[0].vertices) for area in areas.collections)
 
     assert weights[:, 1].max() == 8
     assert activations[:, 1].max() == found.peak_bytes / MIB == 44
@@ -69,11 +71,10 @@ def test_areas_match_the_memory() -> None:
 def test_what_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unsupported extension raises, and so does a missing matplotlib; no folder is created."""
     with raises(UserError, "picture_format"):
-        draw_memory(course(), PICTURE, tmp_path / "folder" / "memory.gif")
-    monkeypatch.delitem(sys.modules, "anybatch.diagnostics.stacked_areas", raising=False)
+        draw_memory(course(), tmp_path / "folder" / "memory.gif", **PICTURE)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with raises(UserError, "needs_matplotlib"):
-        draw_memory(course(), PICTURE, tmp_path / "folder" / "memory.png")
+        draw_memory(course(), tmp_path / "folder" / "memory.png", **PICTURE)
     assert not list(tmp_path.iterdir())
 
 

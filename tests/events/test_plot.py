@@ -1,6 +1,5 @@
 """The plot of a run shows its log, without steps that a resume discarded."""
 
-import importlib
 import math
 import sys
 from collections.abc import Iterable
@@ -128,8 +127,6 @@ def test_the_same_log_gives_the_same_picture(log: Path, tmp_path: Path) -> None:
 
 def test_without_matplotlib(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without matplotlib, the error has the install command, and nothing is written."""
-    monkeypatch.delitem(sys.modules, "anybatch.events.drawing", raising=False)
-    monkeypatch.delattr(importlib.import_module("anybatch.events"), "drawing", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     out = tmp_path / "a.png"
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record, StepRecord
 from anybatch.core.tree import tensors_of
 from anybatch.core.units import HEADROOM, Reserve, describe_reserve, in_bytes
-from anybatch.diagnostics.memory_pictures import MemoryPicture, draw_memory, memory_bars
+from anybatch.diagnostics.memory_pictures import draw_memory, memory_bars
 from anybatch.engine.engine import Engine
 from anybatch.errors import UserError
 from anybatch.memory.device_memory import Counted, MemoryInUse, begin_peak, counting_text, limit_of, memory_in_use
@@ -90,13 +90,14 @@ class MemoryReport:
             OSError: the file cannot be written.
         """
         left = "" if self.reserve is None else f"; {describe_reserve(self.reserve)}"
-        picture = MemoryPicture(
+        draw_memory(
+            self.timeline,
+            Path(path),
             title=self._peak_text,
             subtitle=f"{self._steps_text}{left}",
             limit_bytes=self.limit_bytes,
             headroom=self.headroom,
         )
-        draw_memory(self.timeline, picture, Path(path))
 
     def __str__(self) -> str:
         """Return the peak, bars of its parts, and the memory that remains free."""

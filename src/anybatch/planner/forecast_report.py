@@ -14,7 +14,7 @@ from anybatch.core.units import columns, in_bytes, per_second, three_digits
 from anybatch.diagnostics.figures import COLOURS
 from anybatch.diagnostics.step_times import busy_cores
 from anybatch.errors import UserError
-from anybatch.events.matplotlib_files import import_drawing
+from anybatch.events.matplotlib_files import FAINT, new_figure
 
 StrategyName = Literal["all_reduce", "ddp", "zero1", "fsdp"]
 FsdpReduction = Literal["every_micro_batch", "last_micro_batch"]
@@ -167,7 +167,6 @@ _PARTS = (
     ("network", "exposed_seconds", 1),
     ("control plane", "control_seconds", 3),
 )
-_FAINT = "#8C8C8C"
 _MAX_UNCLEAR = 4
 """A largest useful world that noise may change by more than this factor is not reported."""
 
@@ -300,40 +299,39 @@ def draw_forecast(report: ForecastReport, path: Path) -> None:
         UserError: matplotlib is not installed, or the file name does not end in .png, .svg or .pdf.
         OSError: the file cannot be written.
     """
-    figure = import_drawing("matplotlib.figure", [path]).Figure(figsize=(8, 6), layout="constrained")
-    speed, parts = figure.subplots(2, 1, sharex=True)
-    sizes = [row.world_size for row in report.rows]
-    alone = report.rows[0].samples_per_second
-    perfect = [alone * size for size in sizes]
-    speed.plot(sizes, perfect, color=_FAINT, linestyle="--", linewidth=1, label="ideal (one rank times ranks)")
-    speed.plot(sizes, [row.samples_per_second for row in report.rows], color=COLOURS[0], marker="o", label="forecast")
-    if report.largest_useful is not None and not report.doubt and report.largest_useful <= sizes[-1]:
+    with new_figure([path], 8.0, 6.0) as figure:
+        speed, parts = figure.subplots(2, 1, sharex=True)
+        sizes = [row.world_size for row in report.rows]
+        speeds = [row.samples_per_second for row in report.rows]
+        perfect = [speeds[0] * size for size in sizes]
+        speed.plot(sizes, perfect, color=FAINT, linestyle="--", linewidth=1, label="ideal (one rank times ranks)")
+        speed.plot(sizes, speeds, color=COLOURS[0], marker="o", label="forecast")
+        if report.largest_useful is not None and not report.doubt and report.largest_useful <= sizes[-1]:
+            for axes in (speed, parts):
+                axes.axvline(report.largest_useful, color=COLOURS[1], linewidth=1, linestyle=":")
+            speed.plot([], [], color=COLOURS[1], linewidth=1, linestyle=":", label="largest useful world")
+        speed.set_yscale("log", base=2)
+        speed.yaxis.set_major_formatter("{x:,g}")
+        speed.minorticks_off()
+        speed.set_ylabel("samples per second")
+        shares = [[getattr(row, name) / row.step_seconds for row in report.rows] for _, name, _ in _PARTS]
+        parts.stackplot(
+            sizes,
+            shares,
+            labels=[name for name, _, _ in _PARTS],
+            colors=[COLOURS[number] for _, _, number in _PARTS],
+            alpha=0.85,
+        )
+        parts.set_ylim(0, 1)
+        parts.set_ylabel("part of a step")
+        parts.set_xlabel("ranks")
+        parts.set_xscale("log", base=2)
+        parts.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=8, rotation=45)
+        parts.minorticks_off()
         for axes in (speed, parts):
-            axes.axvline(report.largest_useful, color=COLOURS[1], linewidth=1, linestyle=":")
-        speed.plot([], [], color=COLOURS[1], linewidth=1, linestyle=":", label="largest useful world")
-    speed.set_yscale("log")
-    speed.set_ylabel("samples per second")
-    shares = [[getattr(row, name) / row.step_seconds for row in report.rows] for _, name, _ in _PARTS]
-    parts.stackplot(
-        sizes,
-        shares,
-        labels=[name for name, _, _ in _PARTS],
-        colors=[COLOURS[number] for _, _, number in _PARTS],
-        alpha=0.85,
-    )
-    parts.set_ylim(0, 1)
-    parts.set_ylabel("part of a step")
-    parts.set_xlabel("ranks")
-    parts.set_xscale("log", base=2)
-    parts.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=8, rotation=45)
-    parts.minorticks_off()
-    for axes in (speed, parts):
-        axes.grid(visible=True, color="#E6E6E6", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-    speed.legend(frameon=False, fontsize=8, loc="upper left")
-    # An opaque background, since the legend overlaps the areas.
-    parts.legend(framealpha=0.9, edgecolor="none", fontsize=8, loc="lower left")
-    note = f"not validated: {'; '.join(report.unvalidated)}" if report.unvalidated else "gloo's ring, validated"
-    speed.set_title(f"{report.strategy} over {report.cluster.link}\n{note}", loc="left", fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160)
+            axes.grid(visible=True, linewidth=0.6)
+        speed.legend(fontsize=8, loc="upper left")
+        # An opaque background, since the legend overlaps the areas.
+        parts.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=8, loc="lower left")
+        note = f"not validated: {'; '.join(report.unvalidated)}" if report.unvalidated else "gloo's ring, validated"
+        speed.set_title(f"{report.strategy} over {report.cluster.link}\n{note}", loc="left", fontsize=9)

@@ -13,7 +13,7 @@ import torch
 
 from anybatch.core.splitting import BatchPlan, SplitOptions, plan_batch
 from anybatch.core.units import columns, in_bytes, per_second, three_digits
-from anybatch.diagnostics.memory_pictures import MemoryPicture, draw_memory, memory_bars
+from anybatch.diagnostics.memory_pictures import draw_memory, memory_bars
 from anybatch.memory.device_memory import Counted, counting_text
 from anybatch.memory.trace import ORDER, timeline
 from anybatch.parallel.gradient_buckets import gradient_bytes
@@ -351,15 +351,16 @@ def draw_plan(plan: Plan, path: Path) -> None:
     fit, budget = plan.baseline, plan.budget
     overhead = budget.overhead_bytes + fit.reserved_bytes - fit.peak.num_bytes
     shown = "two of " if fit.accumulation_steps > 1 else "all of "
-    picture = MemoryPicture(
+    planned = timeline(fit.envelope.at(fit.micro_batch_size))
+    draw_memory(
+        dataclasses.replace(planned, marks=_beginnings(planned.marks)),
+        path,
         title=f"{plan.name} on {plan.budget}, planned: micro-batches of {fit.micro_batch_size}",
         subtitle=f"{plan.optimizer}, {plan.precision}; {shown}{fit.accumulation_steps} micro-batches are shown; "
         f"plus {in_bytes(overhead)} overhead",
         limit_bytes=budget.total_bytes - overhead,
         headroom=budget.headroom,
     )
-    planned = timeline(fit.envelope.at(fit.micro_batch_size))
-    draw_memory(dataclasses.replace(planned, marks=_beginnings(planned.marks)), picture, path)
 
 
 def _beginnings(marks: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
