@@ -119,6 +119,20 @@ def test_one_slow_round_does_not_decide() -> None:
     assert list(report.rates) == [8, 12, 24]
 
 
+def test_one_fast_round_does_not_decide() -> None:
+    """A size that was fast once does not end the measurement of a size that is close to it in another round."""
+    clock = Clock()
+
+    class Boosted(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            clock.seconds -= 0.05 * (len(x) == 12 and len(self.sizes) in range(2, 8))  # its first timed step
+            return super().forward(x)
+
+    report = tuned(clock, Boosted(clock), micro_batch_sizes=[8, 12], max_seconds=1000.0)
+    assert report.recommended == 12
+    assert all(row.longer is not None and math.isfinite(row.longer.high) for row in report.sizes)
+
+
 class Disturbances(Clock):
     """A clock that adds random delays: each reading is later by up to `scale` seconds, and sometimes by ten times."""
 

@@ -19,6 +19,7 @@ from anybatch.diagnostics.step_times import Estimate, busy_cores, estimate
 from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import UserError
 from anybatch.memory.device_memory import counting_text, device_name
+from anybatch.parallel.launchers import usable_cores
 from anybatch.testing.ranks import RankPool
 
 _MAX_ROUNDING = 1e-4
@@ -280,13 +281,19 @@ def compare(
         micro_batch_size=size,
         results=tuple(results.values()),
         unmeasured={setup.name: ranks[0][setup.name].reason for setup in setups if ranks[0][setup.name].reason},
-        queued_share=_queued_share([rank[setup.name] for rank in ranks for setup in measured if setup.num_ranks == 1]),
+        queued_share=queued_share(measured, ranks, usable_cores()),
     )
 
 
-def _queued_share(figures: Sequence[RankFigures]) -> float:
-    """Return the share of steps on one rank, while other ranks wait, in which they waited for a core."""
-    return sum(each.queued_seconds for each in figures) / max(sum(each.all_seconds for each in figures), 1e-9)
+def queued_share(setups: Sequence[TrainingSetup], ranks: Sequence[Mapping[str, RankFigures]], num_cores: int) -> float:
+    """Return the time share in which ranks waited for a core: of one rank or, with a core for each, of all if larger."""
+    shares = [0.0]
+    for number in {setup.num_ranks for setup in setups if setup.num_ranks <= num_cores} | {1}:
+        figures = [rank[setup.name] for setup in setups if setup.num_ranks == number for rank in ranks[:number]]
+        shares.append(
+            sum(each.queued_seconds for each in figures) / max(sum(each.all_seconds for each in figures), 1e-9)
+        )
+    return max(shares)
 
 
 def setup_result(setup: TrainingSetup, figures: Sequence[RankFigures]) -> SetupResult:

@@ -145,7 +145,7 @@ MAX_UNCLEAR = 1.1
 MIN_ROUNDS, MAX_ROUNDS = 8, 14
 """Rounds of measurements: the first two run all sizes, later ones only sizes that are close to the fastest."""
 _MAX_CANDIDATE_FACTOR = 1.25
-"""A size whose step takes more than this many times as long as the shortest step is not run again."""
+"""A size is not run again if in every round its step takes more than this many times as long as the shortest."""
 _MAX_FACTOR = 2.0
 """If a size takes more than this many times as long as the shortest step, smaller sizes are not tried."""
 _MAX_TIMED_SECONDS, _MAX_STEPS = 0.2, 20
@@ -279,10 +279,10 @@ class _StepTimer:
                     del found[size]
                 else:
                     found[size].append(step_seconds)
-            limit = _MAX_CANDIDATE_FACTOR * min((min(times) for times in found.values()), default=0.0)
-            near = (size for size in order if size in found and min(found[size]) <= limit)
+            kept = {size: found[size] for size in order if size in found}
+            round_bests = [min(times) for times in zip(*kept.values(), strict=True)]
             # The order is reversed each time, so that a machine that slows down affects all sizes equally.
-            order = sorted(near, reverse=order == sorted(order))
+            order = sorted((each for each in kept if _near(kept[each], round_bests)), reverse=order == sorted(order))
         self.finalists = order
         return found
 
@@ -321,6 +321,11 @@ class _StepTimer:
             if too_large:  # the engine continued with smaller micro-batches
                 return []
         return times
+
+
+def _near(times: Sequence[float], shortest: Sequence[float]) -> bool:
+    """Return whether a size was close to the fastest one in at least one round."""
+    return any(mine <= _MAX_CANDIDATE_FACTOR * best for mine, best in zip(times, shortest, strict=True))
 
 
 def _two_micro_batches(batch: EffectiveBatch, size: int) -> EffectiveBatch:

@@ -15,7 +15,7 @@ from anybatch.cli.compare import first_batches
 from anybatch.cli.main import main
 from anybatch.cli.status import Status
 from anybatch.core.run_config import RunConfig
-from anybatch.diagnostics.compare import ComparisonReport, SetupResult, compare, setup_result
+from anybatch.diagnostics.compare import ComparisonReport, SetupResult, compare, queued_share, setup_result
 from anybatch.diagnostics.compared_ranks import RankFigures
 from anybatch.diagnostics.compared_setups import TrainingSetup, training_setups
 from anybatch.diagnostics.figures import draw_comparison
@@ -158,6 +158,20 @@ def test_differences_within_the_noise_are_not_reported() -> None:
     few = [result(name, [each]) for name, each in (("native", 1.0), ("accumulated", 1.5))]
     assert report(*few).fastest == ()
     assert str(report(quick, slow)) != str(report(quick, slow, queued_share=0.3))
+
+
+def test_ranks_that_wait_for_a_core_show_a_busy_machine() -> None:
+    """Other programs count if they slow down one rank, or all ranks; not if there are more ranks than cores."""
+    setups = [ways()["native"], ways()["DDP"]]
+    ranks = [
+        {
+            name: RankFigures(all_seconds=1.0, queued_seconds=queued)
+            for name, queued in (("native", 0.02), ("DDP", more))
+        }
+        for more in (0.3, 0.1)
+    ]
+    assert queued_share(setups, ranks, num_cores=2) == pytest.approx(0.2)
+    assert queued_share(setups, ranks, num_cores=1) == pytest.approx(0.02)
 
 
 def test_rounds_are_compared_on_a_machine_that_changes_its_speed() -> None:

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from anybatch.diagnostics.loop_check.judge import LoopJudge
-from anybatch.diagnostics.loop_check.judged_loop import JudgedLoop, prepare_process, read_loop
+from anybatch.diagnostics.loop_check.judged_loop import JudgedLoop, prepare_process
 from anybatch.diagnostics.loop_check.probe import TARGET_KINDS, LoopStopped, LoopTrace, TargetKind, time_limit
 from anybatch.diagnostics.loop_check.report import LoopReport, LoopVerdict
 from anybatch.diagnostics.loop_check.sandbox import run_in_sandbox
 from anybatch.errors import LoopError
 from anybatch.parallel.launchers import rank_context, set_launch_variables
-from anybatch.testing.ranks import PRELOADED, RankOutcome, RankPool
+from anybatch.testing.ranks import PRELOADED, RankPool
 
 NUM_RANKS = 2
 IMPORT_SECONDS, MAX_RUNS = 60.0, 20
@@ -71,7 +71,7 @@ def _judge(
             'import, put the call under if __name__ == "__main__".'
         )
         raise LoopError(message) from None
-    base_loop = read_loop(function, seconds)
+    base_loop = JudgedLoop(function, seconds)
     num_ranks = NUM_RANKS if (base_loop.uses_ranks if ranks is None else ranks > 1) else 1
     if num_ranks == 1:
         prepare_process(in_group=base_loop.uses_ranks)
@@ -84,7 +84,7 @@ def _judge(
         # Other data often run too, with another meaning: skip them. Loops with float32 tensors need float32.
         if kind not in ran and not (ran and (kind in {"values", "scores"} or base_loop.is_for_tokens)):
             try:
-                ran[kind] = _run_all(dataclasses.replace(base_loop, kind=kind, dtype=dtype), num_ranks)
+                ran[kind] = _run_all(base_loop.changed(kind=kind, dtype=dtype), num_ranks)
             except LoopError as error:
                 failures.setdefault(kind, error)
     if num_ranks > 1:
@@ -108,14 +108,14 @@ def _run_all(loop: JudgedLoop, num_ranks: int) -> list[tuple[JudgedLoop, Sequenc
     """Run a loop once for each of its models, and return the runs whose model is trained, or else the first run."""
     runs = []
     for watched in range(len(loop.models)):
-        loop = dataclasses.replace(loop, watched=watched)
+        loop = loop.changed(watched=watched)
         try:
             traces = _traces_of(loop, num_ranks)
         except LoopError as error:
             number = re.search(r"values to unpack \(expected (\d+)", str(error))
             if number is None or loop.num_outputs > 1:
                 raise
-            loop = dataclasses.replace(loop, num_outputs=int(number[1]))  # the model may return several values
+            loop = loop.changed(num_outputs=int(number[1]))  # the model may return several values
             traces = _traces_of(loop, num_ranks)
         runs.append((loop, traces))
     return [run for run in runs if run[1][0].steps] or runs[:1]
@@ -126,7 +126,13 @@ def _traces_of(loop: JudgedLoop, num_ranks: int) -> Sequence[LoopTrace]:
         return (loop.run(),)
     forks = multiprocessing.get_context("fork") if sys.platform == "linux" else rank_context(*PRELOADED)
     with RankPool(num_ranks, timeout_seconds=2 * loop.time_limit_seconds, context=forks) as pool:
-        return tuple(map(_trace_from, pool.outcomes(run_on_rank, loop)))
+        outcomes = pool.outcomes(run_on_rank, loop)
+    if lost := [outcome.error for outcome in outcomes if outcome.error is not None]:
+        raise LoopError(lost[0])
+    results = [pickle.loads(outcome.value) for outcome in outcomes]  # noqa: S301 (from `run_on_rank`)
+    if errors := [result for result in results if isinstance(result, LoopError)]:
+        raise errors[0]
+    return results
 
 
 def run_on_rank(loop: JudgedLoop) -> bytes:
@@ -135,16 +141,11 @@ def run_on_rank(loop: JudgedLoop) -> bytes:
     set_launch_variables(rank, num_ranks)
     prepare_process(in_group=True)
     share = math.ceil(len(ids) / num_ranks)
-    trace = loop.run(ids[rank * share : (rank + 1) * share] if "loader" in loop.needed else ids)
-    return pickle.dumps(trace)  # as bytes, because tensors in shared memory would be freed with this process
-
-
-def _trace_from(outcome: RankOutcome) -> LoopTrace:
-    if outcome.error is not None:  # the rank's traceback ends with the traceback of the loop
-        message = outcome.error.rpartition(f"{LoopError.__name__}: ")[2].rstrip()
-        raise LoopError(message, cause=message.rpartition("\n")[2].partition(":")[0])
-    trace: LoopTrace = pickle.loads(outcome.value)  # noqa: S301 (from `run_on_rank`)
-    return trace
+    try:
+        result: object = loop.run(ids[rank * share : (rank + 1) * share] if "loader" in loop.needed else ids)
+    except LoopError as error:
+        result = error
+    return pickle.dumps(result)  # as bytes, because tensors in shared memory would be freed with this process
 
 
 def _merge_reports(reports: Sequence[tuple[TargetKind, LoopReport]]) -> LoopReport:

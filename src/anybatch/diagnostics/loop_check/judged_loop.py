@@ -1,11 +1,11 @@
 """Calls a loop as its user would, on the probe model (see `probe`). Only in subprocesses: it changes torch globally."""
 
+import copy
 import inspect
 import re
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 from unittest import mock
@@ -76,44 +76,12 @@ _RANK_NAMES = frozenset(
 )
 
 
-def read_loop(function: Callable[..., Any], time_limit_seconds: float) -> "JudgedLoop":
-    """Find out which arguments a loop needs, from its signature and from the names in its code."""
-    roles = _roles_in_signature(function)
-    names = _names_used(function)
-    streams = {name for name in names if role_of(name) == "get_batch"}
-    if "loader" not in roles.values() and streams - roles.keys():  # a data set that returns batches is a loader
-        roles = {name: "loader" if role == "dataset" else role for name, role in roles.items()}
-    settings = {role_of(name) for name in names} & _SETTINGS if "settings" in roles.values() else set()
-    needed = frozenset(roles.values()) | settings
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return JudgedLoop(
-        function=function,
-        name=getattr(function, "__name__", "the loop"),
-        file=None if code is None else code.co_filename,
-        time_limit_seconds=time_limit_seconds,
-        roles=roles,
-        models=tuple(name for name, role in roles.items() if role == "model"),
-        needed=needed,
-        has_accumulation_steps="accumulation_steps" in needed,
-        takes_loader=bool({"loader", "get_batch"} & needed),
-        is_stream=bool(streams),
-        uses_ranks=bool(names & _RANK_NAMES),
-        # The loop calls no_sync, a method of the wrapper, but does not wrap the model itself.
-        expects_wrapper="no_sync" in names and "DistributedDataParallel" not in names,
-        uses_scaler=any("scaler" in name.lower() for name in names),
-        is_for_tokens=bool(names & {"input_ids", "tokens", "attention_mask"}),
-    )
-
-
 def role_of(name: str) -> str:
     """Return the role of a parameter or setting with this name; "" if unknown."""
     return next((role for role, names in ROLES.items() if re.fullmatch(names, name.lower())), "")
 
 
-def _roles_in_signature(function: Callable[..., Any]) -> dict[str, str]:
-    if not callable(function):
-        message = f"a loop is a function such as train(model, loader, optimizer, accumulation_steps), not {function!r}."
-        raise LoopError(message)
+def _roles_in_signature(function: Callable[..., Any], names_used: frozenset[str]) -> dict[str, str]:
     roles: dict[str, str] = {}
     unknown = []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -126,7 +94,7 @@ def _roles_in_signature(function: Callable[..., Any]) -> dict[str, str]:
         elif is_required:
             unknown.append(name)
     name = getattr(function, "__name__", "the loop")
-    if _TRAINER in _names_used(function) and "model" not in roles.values():
+    if _TRAINER in names_used and "model" not in roles.values():
         message = f"{name} trains with a Trainer of transformers: check it with ab.check(trainer)."
         raise LoopError(message, code="uses_trainer")
     if unknown or not ("model" in roles.values() and {"loader", "dataset", "get_batch"} & set(roles.values())):
@@ -195,28 +163,46 @@ class GuessedSettings:
         return getattr(self, name) if name in self else default
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedLoop:
-    """A loop, the arguments that it needs, and the data that it runs on."""
+    """A loop, the arguments that it needs by its signature and the names in its code, and the data that it runs on."""
 
-    function: Callable[..., Any]
-    name: str  # of the function
-    file: str | None  # of the function; None for a callable object
-    time_limit_seconds: float
-    roles: Mapping[str, str]  # parameter name -> role, for all parameters that are recognised
-    models: tuple[str, ...]  # parameters for models
-    needed: frozenset[str]  # all roles, as parameters or as attributes of a settings object
-    has_accumulation_steps: bool
-    takes_loader: bool  # receives micro-batches instead of a data set
-    is_stream: bool  # the loop requests one batch at a time, so it sees no end of an epoch
-    uses_ranks: bool  # uses torch.distributed
-    expects_wrapper: bool  # expects a model that is already wrapped in DistributedDataParallel
-    uses_scaler: bool  # uses a GradScaler
-    is_for_tokens: bool  # uses names of batches of tokens
-    kind: TargetKind = "classes"
-    dtype: torch.dtype = torch.float64
-    num_outputs: int = 1  # values that a model returns
-    watched: int = 0  # the model whose gradients are recorded, if there are several
+    def __init__(self, function: Callable[..., Any], time_limit_seconds: float) -> None:
+        if not callable(function):
+            message = (
+                f"a loop is a function like train(model, loader, optimizer, accumulation_steps), not {function!r}."
+            )
+            raise LoopError(message)
+        names = _names_used(function)
+        roles = _roles_in_signature(function, names)
+        streams = {name for name in names if role_of(name) == "get_batch"}
+        if "loader" not in roles.values() and streams - roles.keys():  # a data set that returns batches is a loader
+            roles = {name: "loader" if role == "dataset" else role for name, role in roles.items()}
+        settings = {role_of(name) for name in names} & _SETTINGS if "settings" in roles.values() else set()
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        self.function, self.time_limit_seconds = function, time_limit_seconds
+        self.name: str = getattr(function, "__name__", "the loop")
+        self.file: str | None = None if code is None else code.co_filename  # None for a callable object
+        self.roles: Mapping[str, str] = roles  # parameter name -> role, for all parameters that are recognised
+        self.models = [name for name, role in roles.items() if role == "model"]
+        self.needed = {*roles.values(), *settings}  # all roles, as parameters or as attributes of a settings object
+        self.has_accumulation_steps = "accumulation_steps" in self.needed
+        self.takes_loader = bool({"loader", "get_batch"} & self.needed)  # receives micro-batches, not a data set
+        self.is_stream = bool(streams)  # requests one batch at a time, so it sees no end of an epoch
+        self.uses_ranks = bool(names & _RANK_NAMES)
+        # The loop calls no_sync, a method of the wrapper, but does not wrap the model itself.
+        self.expects_wrapper = "no_sync" in names and "DistributedDataParallel" not in names
+        self.uses_scaler = any("scaler" in name.lower() for name in names)
+        self.is_for_tokens = bool(names & {"input_ids", "tokens", "attention_mask"})
+        self.kind: TargetKind = "classes"
+        self.dtype = torch.float64
+        self.num_outputs = 1  # values that a model returns
+        self.watched = 0  # the model whose gradients are recorded, if there are several
+
+    def changed(self, **values: Any) -> "JudgedLoop":  # noqa: ANN401 (attributes)
+        """Return a copy with other values of the last four attributes."""
+        copied = copy.copy(self)
+        vars(copied).update(values)
+        return copied
 
     @property
     def data(self) -> ProbeData:
