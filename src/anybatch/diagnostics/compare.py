@@ -286,7 +286,7 @@ def compare(
 
 
 def queued_share(setups: Sequence[TrainingSetup], ranks: Sequence[Mapping[str, RankFigures]], num_cores: int) -> float:
-    """Return the time share in which ranks waited for a core: of one rank or, with a core for each, of all if larger."""
+    """Return the share of time spent waiting for a core: of one rank, or of all if each has a core, if larger."""
     shares = [0.0]
     for number in {setup.num_ranks for setup in setups if setup.num_ranks <= num_cores} | {1}:
         figures = [rank[setup.name] for setup in setups if setup.num_ranks == number for rank in ranks[:number]]
