@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
+from anybatch.cli.command import plain
 from anybatch.data.batches import Batches
 from anybatch.diagnostics.scale import scale_on_ranks
 from anybatch.diagnostics.scaling_ranks import RunSettings
@@ -220,9 +221,9 @@ def run_rank(cases_of_network: Sequence[Case], out: Path) -> None:
             device="cpu",
         )
         if os.environ["RANK"] == "0":
-            step = found.evidence.parts.step
+            step = found.measured.parts.step
             causes = [[cause.code, cause.cost / step] for cause in found.causes]
-            values = {"causes": causes, "text": str(found), "report": found.as_json()}
+            values = {"causes": causes, "text": str(found), "report": plain(found)}
             Path(out, f"{number}.json").write_text(json.dumps(values))
     world.gather_numbers([0.0])  # rank 0 has the store, so it ends last
     world.close()

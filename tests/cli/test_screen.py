@@ -83,7 +83,7 @@ def test_charts_that_fail_do_not_end_a_run(
 def test_progress_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a terminal a new line replaces the one before, cut to the width, and the line is cleared at the end."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with progress_line() as tell:
+    with progress_line(quiet=False) as tell:
         assert tell is not None
         for words in ("steps of the longest kind", "steps", "s" * 200):
             tell(words)

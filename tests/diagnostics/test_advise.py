@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
+from anybatch.cli.command import plain
 from anybatch.cli.main import main
 from anybatch.cli.status import Status
 from anybatch.core.gradient_noise import BatchCost, GradientNoise
@@ -55,7 +56,7 @@ def test_unknown_bounds_are_printed() -> None:
     assert least.table[0].seconds == pytest.approx(COST.at(300.0).seconds(32, by=64))
     assert str(nothing).endswith("No advice yet: measure more steps.")
     for advice in (KNOWN, least, nothing):
-        json.dumps(advice.as_json(), allow_nan=False)
+        json.dumps(plain(advice), allow_nan=False)
 
 
 def noisy_batches() -> Iterator[Batch]:

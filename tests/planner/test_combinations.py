@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import anybatch as ab
+from anybatch.cli.command import plain
 from anybatch.diagnostics.memory_report import record_memory
 from anybatch.engine import bf16_weights
 from anybatch.engine.bf16_weights import Bf16Weights
@@ -36,7 +37,7 @@ from anybatch.planner.fit import (
     find_combination,
     simplest_of_the_fastest,
 )
-from anybatch.planner.plan import Plan, as_json, make_plan
+from anybatch.planner.plan import Plan, make_plan, values_of
 from anybatch.planner.stand_ins import AdamW8bit, FourBitLinear, LoraLinear, adapter_lines, linear_layers
 from anybatch.planner.step_spec import StepSpec, built
 from anybatch.planner.step_time import StepSeconds
@@ -452,7 +453,7 @@ def test_a_plan_is_json() -> None:
     """A plan with its answer can be written as JSON, which agrees with its text."""
     plan = planned()
 
-    value = json.loads(json.dumps(as_json(plan)))
+    value = json.loads(json.dumps(plain(values_of(plan))))
 
     assert value["fits"] is True
     assert value["answer"]["micro_batch_size"] == plan.baseline.micro_batch_size

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
+from anybatch.cli.command import plain
 from anybatch.core.collectives import Link, ring_all_gather, ring_all_reduce
 from anybatch.core.geometry import SecondsFit
 from anybatch.engine.arguments import TrainSpec
@@ -381,7 +382,7 @@ def test_report(tmp_path: Path) -> None:
 
     assert all(f"{row.world_size:,}" in text for row in report.rows)
     assert f"{report.largest_useful:,}" in text
-    assert json.loads(json.dumps(report.as_json()))["rows"][-1]["world_size"] == 1024
+    assert json.loads(json.dumps(plain(report)))["rows"][-1]["world_size"] == 1024
     assert "samples per second" in (drawn := picture.read_text())
     assert "mathdefault" not in drawn  # labels are numbers, not formulas
 

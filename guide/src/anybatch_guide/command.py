@@ -39,7 +39,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def make_parser() -> Parser:
     """Return the parser of the command that serves the guide."""
-    parser = Parser("guide", _DESCRIPTION, epilog=_EPILOG)
+    parser = Parser("guide", _DESCRIPTION, epilog=_EPILOG, ends=False)
     add = parser.add_argument
     add("--port", type=port, default=0, metavar="N", help="port to listen on (default: any free port)")
     add("--no-browser", action="store_true", help="print the address without opening a browser")
@@ -105,7 +105,7 @@ def open_browser(address: str) -> None:
 
 
 def _export(arguments: Sequence[str]) -> int:
-    parser = Parser("guide export", "Write the guide as files that need no anybatch server.")
+    parser = Parser("guide export", "Write the guide as files that need no anybatch server.", ends=False)
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="new or empty folder, for any web server")
     parser.add_argument("--single-file", type=output_file, metavar="FILE", help="write one file for local use")
     parser.add_argument("--page", type=Path, metavar="FOLDER", help="folder of another build of the page")
@@ -119,7 +119,8 @@ def _export(arguments: Sequence[str]) -> int:
 
 
 def _record(arguments: Sequence[str]) -> int:
-    parser = Parser("guide record", "Run the experiments of the guide on one thread, and record their results.")
+    description = "Run the experiments of the guide on one thread, and record their results."
+    parser = Parser("guide record", description, ends=False)
     parser.add_argument("names", nargs="*", metavar="NAME", help="names of experiments (default: all)")
     parser.add_argument(
         "--to", type=Path, default=_RECORDINGS, metavar="FOLDER", help=f"folder to write (default: {_RECORDINGS})"

@@ -10,13 +10,11 @@ from anybatch.cli.command import (
     DEFAULT_RECIPE,
     Parser,
     add_recipe,
-    add_report_files,
     add_settings,
     let_threads_sleep,
     positive_int,
     print_report,
 )
-from anybatch.cli.status import Status
 from anybatch.core.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -36,8 +34,7 @@ def run(argv: Sequence[str]) -> int:
     from anybatch.diagnostics.advise import advise
 
     advice = _advise_on_recipe(args) if args.log is None else advise(args.log)
-    print_report(f"{args.log or args.recipe}: which effective batch size?", advice, None, args)
-    return Status.DONE
+    return print_report(f"{args.log or args.recipe}: which effective batch size?\n{advice}", advice, args)
 
 
 def make_parser() -> Parser:
@@ -56,7 +53,6 @@ def make_parser() -> Parser:
     add("--steps", type=positive_int, default=200, metavar="N", help="training steps (default: 200)")
     add("--every", type=positive_int, default=2, metavar="N", help="measure gradient noise every N steps (default: 2)")
     add("--log", type=Path, metavar="FILE", help="instead of training, read the log of a run with gradient noise")
-    add_report_files(add, with_json=True)
     return parser
 
 

@@ -1,12 +1,11 @@
 """`anybatch check`: check a recipe or a training loop. The exit status is the verdict, for CI."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from anybatch.cli.command import DEFAULT_RECIPE, Parser, add_recipe, integer, positive_int
+from anybatch.cli.command import DEFAULT_RECIPE, OutputOptions, Parser, add_recipe, integer, positive_int, print_report
 from anybatch.cli.status import Status
 
 if TYPE_CHECKING:
@@ -30,11 +29,11 @@ def run(argv: Sequence[str]) -> int:
     if args.trainer is not None:
         if args.recipe is not None or args.loop is not None:
             parser.error("give only one of a recipe, --loop and --trainer.")
-        return check_trainer_function(args.trainer)
+        return check_trainer_function(args.trainer, args)
     if args.loop is not None:
         if args.recipe is not None:
             parser.error(f"give a recipe or --loop, not both: {args.recipe} and --loop {args.loop}")
-        return check_loop_function(args.loop, data=args.data, ranks=args.ranks)
+        return check_loop_function(args.loop, args, data=args.data, ranks=args.ranks)
     return check_recipe(args)
 
 
@@ -82,20 +81,19 @@ def check_recipe(args: argparse.Namespace) -> int:
         norms=job.norms,
         seed=args.seed,
     )
-    sys.stdout.write(f"{recipe}: do micro-batches give the gradient of the whole batch?\n{report}\n")
-    if report.verdict == "undecided":
-        return Status.UNDECIDED
-    return Status.DONE if report.equal else Status.NOT_EXACT
+    wrong = Status.UNDECIDED if report.verdict == "undecided" else Status.NOT_EXACT
+    text = f"{recipe}: do micro-batches give the gradient of the whole batch?\n{report}"
+    return print_report(text, report, args, status=Status.DONE if report.equal else wrong)
 
 
-def check_trainer_function(name: str) -> int:
+def check_trainer_function(name: str, args: OutputOptions) -> int:
     """Check the first steps of a trainer, print the report, and return the exit status."""
     from anybatch.diagnostics.trainer_check import check_made_trainer
     from anybatch.recipes import load_function
 
     report = check_made_trainer(load_function(name, "trainer"))
-    sys.stdout.write(f"{name}: do steps have the gradient of all their samples in one batch?\n{report}\n")
-    return Status.DONE if report.equal else Status.NOT_EXACT
+    text = f"{name}: do steps have the gradient of all their samples in one batch?\n{report}"
+    return print_report(text, report, args, status=Status.DONE if report.equal else Status.NOT_EXACT)
 
 
 def first_batch(job: "Job", num_samples: int, seed: int) -> "Batch":
@@ -109,7 +107,11 @@ def first_batch(job: "Job", num_samples: int, seed: int) -> "Batch":
 
 
 def check_loop_function(
-    name: str, *, data: Literal["classes", "tokens", "values", "scores"] | None, ranks: Literal[1, 2] | None
+    name: str,
+    args: OutputOptions,
+    *,
+    data: Literal["classes", "tokens", "values", "scores"] | None,
+    ranks: Literal[1, 2] | None,
 ) -> int:
     """Check an unchanged training loop, or the trainer that it builds, and return the exit status."""
     from anybatch.diagnostics.loop_check.check_loop import check_loop
@@ -123,6 +125,5 @@ def check_loop_function(
     except LoopError as error:
         if error.code != "uses_trainer":
             raise
-        return check_trainer_function(name)
-    sys.stdout.write(f"{report}\n")
-    return Status.NOT_EXACT if report.findings else Status.DONE
+        return check_trainer_function(name, args)
+    return print_report(str(report), report, args, status=Status.NOT_EXACT if report.findings else Status.DONE)

@@ -2,16 +2,18 @@
 
 import argparse
 import dataclasses
+import enum
 import gc
 import inspect
 import json
+import math
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Literal, NoReturn, TypeVar, get_args
+from typing import Any, Final, Literal, NoReturn, Protocol, TypeVar, get_args
 
 from anybatch.cli.status import ParserExit, Status
 from anybatch.core.collectives import parse_link
@@ -63,20 +65,37 @@ def frozen_imports() -> Iterator[None]:
 
 DEFAULT_RECIPE = "digits"
 RUNS = Path("runs")
+STDOUT: Final = Path("-")
+"""The file of --json without a file name."""
 
 Explain = Callable[[Sequence[str]], str]
 ValueT = TypeVar("ValueT")
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of one command; `explain_unknown` returns the error message for unknown arguments."""
+    """The parser of one command.
+
+    `explain_unknown` returns the error message for unknown arguments. A command that `ends` has --json and --quiet.
+    """
 
     def __init__(
-        self, verb: str, description: str, *, epilog: str | None = None, explain_unknown: Explain | None = None
+        self,
+        verb: str,
+        description: str,
+        *,
+        epilog: str | None = None,
+        explain_unknown: Explain | None = None,
+        ends: bool = True,
     ) -> None:
         # Abbreviated options would break scripts when an option is added.
         super().__init__(prog=f"anybatch {verb}", description=description, epilog=epilog, allow_abbrev=False)
         self._explain_unknown = explain_unknown
+        if ends:
+            self.set_defaults(verb=verb)
+            add = self.add_argument_group("output").add_argument
+            text = "print the result as one JSON object instead of text, or also write it to a file *.json"
+            add("--json", nargs="?", type=json_file, const=STDOUT, metavar="FILE", help=text)
+            add("--quiet", action="store_true", help="print no progress and no notes, only the result and errors")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Return the values of a command line, or exit with the first error in it."""
@@ -92,7 +111,9 @@ class Parser(argparse.ArgumentParser):
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Print the message and end the command."""
         sys.stderr.write(message or "")
-        raise ParserExit(status)
+        end = ParserExit(status)
+        end.message = (message or "").partition("\n")[0]
+        raise end
 
     def error(self, message: str) -> NoReturn:
         """Print the error and end the program."""
@@ -164,6 +185,14 @@ def output_file(text: str) -> Path:
     else:
         return path
     raise argparse.ArgumentTypeError(message)
+
+
+def json_file(text: str) -> Path:
+    """Return the path of a JSON file (see `output_file`), which must end in .json, as --json may precede a recipe."""
+    if not text.endswith(".json"):
+        message = f"{text!r} does not end in .json; for JSON on standard output, put --json last"
+        raise argparse.ArgumentTypeError(message)
+    return output_file(text)
 
 
 def picture_file(text: str) -> Path:
@@ -240,9 +269,9 @@ _WIDTH: Final = 79
 
 
 @contextmanager
-def progress_line() -> Iterator[Callable[[str], None] | None]:
-    """Yield a picklable function that overwrites the last line of the terminal; None if stderr is not a terminal."""
-    if not sys.stderr.isatty():
+def progress_line(*, quiet: bool) -> Iterator[Callable[[str], None] | None]:
+    """Yield a picklable function that overwrites the last line of the terminal; None if `quiet` or not a terminal."""
+    if quiet or not sys.stderr.isatty():
         yield None
         return
     try:
@@ -251,29 +280,93 @@ def progress_line() -> Iterator[Callable[[str], None] | None]:
         _write("")
 
 
-def add_report_files(add: Callable[..., object], drawn: str = "", *, with_json: bool = False) -> None:
-    """Add --figure, unless `drawn` (the subject of the figure, for the help) is empty, and --json if `with_json`."""
-    if drawn:
-        add("--figure", type=picture_file, metavar="FILE", help=f"draw {drawn}: .png, .svg or .pdf")
-    if with_json:
-        add("--json", type=output_file, metavar="FILE", help="write the results as JSON")
+def add_figure(add: Callable[..., object], drawn: str) -> None:
+    """Add --figure; `drawn` is the subject of the figure, for the help."""
+    add("--figure", type=picture_file, metavar="FILE", help=f"draw {drawn}: .png, .svg or .pdf")
+
+
+class OutputOptions(Protocol):
+    """The values of the options that every command with a result has."""
+
+    @property
+    def verb(self) -> str: ...  # noqa: D102 (the name of the command)
+    @property
+    def json(self) -> Path | None: ...  # noqa: D102 (a file, or STDOUT)
+    @property
+    def quiet(self) -> bool: ...  # noqa: D102
 
 
 def print_report(
-    heading: str,
-    report: Any,  # noqa: ANN401 (each command has its own report class)
-    draw: Callable[[Any, Path], object] | None,
-    args: argparse.Namespace,
-) -> None:
-    """Print a report below a heading, write the files of `add_report_files`, and print their names."""
-    sys.stdout.write(f"{heading}\n{report}\n" if heading else f"{report}\n")
-    if (file := getattr(args, "json", None)) is not None:
+    text: str,
+    report: object,
+    args: OutputOptions,
+    *,
+    status: Status = Status.DONE,
+    draw: Callable[[Any, Path], object] | None = None,
+) -> Status:
+    """Print the text of a report, or write the report as JSON; draw its figure; return the exit status."""
+    if text and args.json != STDOUT:
+        sys.stdout.write(f"{text}\n")
+    if args.json is not None:
+        write_json(args.json, {"verb": args.verb, "status": status, **plain(report)})
+    files = [] if args.json in (None, STDOUT) else [args.json]
+    figure = getattr(args, "figure", None)
+    if draw is not None and figure is not None:
+        draw(report, figure)
+        files.append(figure)
+    for file in files:
+        print_note(f"wrote {file}", args)
+    return status
+
+
+def print_note(text: str, args: OutputOptions) -> None:
+    """Print a line that is not part of the result, unless --quiet; JSON on standard output stays alone."""
+    if not args.quiet:
+        (sys.stderr if args.json == STDOUT else sys.stdout).write(f"{text}\n")
+
+
+def write_json(file: Path, values: Mapping[str, object]) -> None:
+    """Write a JSON object to a file, or to standard output."""
+    text = json.dumps(values, indent=1, allow_nan=False) + "\n"
+    if file == STDOUT:
+        sys.stdout.write(text)
+    else:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
-        sys.stdout.write(f"wrote {file}\n")
-    if draw is not None and args.figure is not None:
-        draw(report, args.figure)
-        sys.stdout.write(f"wrote {args.figure}\n")
+        file.write_text(text, encoding="utf-8")
+
+
+def plain(value: Any) -> Any:  # noqa: ANN401 (any report)
+    """Return a report as JSON data: fields and public properties of dataclasses; NaN and infinities are None.
+
+    Fields with the metadata `{"json": False}` are left out.
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value.value if isinstance(value, enum.Enum) else value
+    if dataclasses.is_dataclass(value):
+        return {name: plain(getattr(value, name)) for name in json_names(type(value))}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return [plain(item) for item in (sorted(value) if isinstance(value, frozenset) else value)]
+
+
+def json_target(words: Sequence[str]) -> Path | None:
+    """Return the file of --json on a command line that may be invalid; None without --json."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word.partition("=")[0] == "--json":
+            file = Path(word.partition("=")[2] or following)
+            return file if file.suffix == ".json" and not file.is_dir() else STDOUT
+    return None
+
+
+def json_names(kind: type) -> list[str]:
+    """Return the names of the fields and public properties of a dataclass that are part of its JSON."""
+    fields = [field.name for field in dataclasses.fields(kind) if field.metadata.get("json", True)]
+    properties = [name for name, value in vars(kind).items() if isinstance(value, property) and name[0] != "_"]
+    return fields + properties
 
 
 def _write(text: str) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from anybatch.cli.command import (
     DEFAULT_RECIPE,
     Parser,
+    add_figure,
     add_recipe,
-    add_report_files,
     add_settings,
     hide_logs_of_torch,
     let_threads_sleep,
@@ -19,7 +19,6 @@ from anybatch.cli.command import (
     progress_line,
     settings_of,
 )
-from anybatch.cli.status import Status
 
 if TYPE_CHECKING:
     from anybatch.core.batch import EffectiveBatch
@@ -46,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
 
     config = dataclasses.replace(settings_of(args), micro_batch_size=None)
     job = MeasuredJob(recipe=args.recipe, config=config)
-    with progress_line() as show:
+    with progress_line(quiet=args.quiet) as show:
         report = compare(
             job.train_spec,
             partial(first_batches, job),
@@ -58,8 +57,7 @@ def run(argv: Sequence[str]) -> int:
             title=f"{args.recipe}: which training setup?",
             on_progress=show,
         )
-    print_report("", report, draw_comparison, args)
-    return Status.DONE
+    return print_report(str(report), report, args, draw=draw_comparison)
 
 
 def make_parser() -> Parser:
@@ -83,7 +81,7 @@ def make_parser() -> Parser:
     add("--device", choices=("cpu", "cuda"), help="device type (default: cuda if there are enough GPUs)")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="number format (default: fp32)")
     add("--seconds", type=number, default=60.0, metavar="X", help="stop repeating runs after X seconds (default: 60)")
-    add_report_files(add, "time, memory and traffic", with_json=True)
+    add_figure(add, "time, memory and traffic")
     return parser
 
 

@@ -2,25 +2,41 @@
 
 import os
 import platform
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import anybatch
-from anybatch.cli.command import Parser
-from anybatch.cli.status import Status
+from anybatch.cli.command import Parser, print_report
 from anybatch.parallel.launchers import usable_cores
 
 _PACKAGES = ("torch", "numpy", "jaxtyping")
 
 
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """The versions and the hardware."""
+
+    software: Mapping[str, str]
+    hardware: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """Return one fact per line."""
+        facts = {**self.software, **self.hardware}
+        width = max(map(len, facts))
+        return "\n".join(f"{name:<{width}}  {fact}" for name, fact in facts.items())
+
+
 def run(argv: Sequence[str]) -> int:
     """Run `anybatch env` and return the exit status."""
-    Parser("env", "Print versions and hardware for a bug report, without names of users, hosts or folders.").parse(argv)
-    facts = {**software(), **hardware()}
-    width = max(map(len, facts))
-    sys.stdout.write("".join(f"{name:<{width}}  {fact}\n" for name, fact in facts.items()))
-    return Status.DONE
+    args = make_parser().parse(argv)
+    found = Environment(software(), hardware())
+    return print_report(str(found), found, args)
+
+
+def make_parser() -> Parser:
+    """Return the parser of this command."""
+    return Parser("env", "Print versions and hardware for a bug report, without names of users, hosts or folders.")
 
 
 def software() -> dict[str, str]:

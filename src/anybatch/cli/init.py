@@ -1,12 +1,11 @@
 """`anybatch init`: write a starter recipe that runs as written."""
 
 import shlex
-import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from anybatch.cli.command import Parser
-from anybatch.cli.status import Status
+from anybatch.cli.command import Parser, print_report
 from anybatch.errors import UserError
 
 TEMPLATE = '''\
@@ -39,16 +38,28 @@ def job():
 '''
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenRecipe:
+    """The new file."""
+
+    file: Path
+
+    @property
+    def command(self) -> str:
+        """The command that runs it."""
+        return f"anybatch train {shlex.quote(str(self.file))}"
+
+
 def run(argv: Sequence[str]) -> int:
     """Write a recipe to a new file; return the exit status."""
     parser = Parser(
         "init", "Write a starter recipe that runs as written: a file with a function that returns an ab.Job."
     )
     parser.add_argument("file", type=Path, metavar="FILE.py", help="file to write; must not exist")
-    file = parser.parse(argv).file
-    write_recipe(file)
-    sys.stdout.write(f"wrote {file}. Run it: anybatch train {shlex.quote(str(file))}\n")
-    return Status.DONE
+    args = parser.parse(argv)
+    write_recipe(args.file)
+    written = WrittenRecipe(args.file)
+    return print_report(f"wrote {args.file}. Run it: {written.command}", written, args)
 
 
 def write_recipe(file: Path) -> None:

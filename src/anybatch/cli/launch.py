@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from anybatch.checkpoints import list_checkpoints
-from anybatch.cli.command import DEFAULT_RECIPE, RUNS
-from anybatch.cli.status import Status, explain, status_of
+from anybatch.cli.command import DEFAULT_RECIPE, RUNS, print_report, write_json
+from anybatch.cli.status import ErrorValues, Status, error_values, explain, status_of
 from anybatch.cli.train import TrainRequest, short_name
 from anybatch.core.records import Observer, Observers
 from anybatch.core.units import Reserve, describe_reserve, duration, in_bytes, per_second, three_digits
@@ -62,7 +62,7 @@ def summary(result: SessionResult, *, tensorboard: str) -> str:
         lines["checkpoint"] = str(result.checkpoint)
     command = resume_command(result.folder.path)
     lines["resume" if result.stopped else "continue"] = command if result.stopped else f"{command} --epochs N"
-    return "".join(f"{name:<{_NAME_WIDTH}}{text}\n" for name, text in lines.items())
+    return "\n".join(f"{name:<{_NAME_WIDTH}}{text}" for name, text in lines.items())
 
 
 def _picture(folder: RunFolder) -> str:
@@ -116,8 +116,8 @@ def join() -> World:
 
 def run_rank(
     request: TrainRequest, world: World, stop: Callable[[], bool], *, is_watched: bool = False
-) -> tuple[Status, str]:
-    """Train as one rank; return its status and the error message, which the first rank that fails also prints.
+) -> tuple[Status, ErrorValues]:
+    """Train as one rank; return its status and the values of an error, which the first rank that fails also prints.
 
     `stop` returns whether to stop after the current step. `is_watched` means that our launcher started this rank, and
     reports ranks that die without an error message.
@@ -125,7 +125,7 @@ def run_rank(
     try:
         with warnings.catch_warnings():
             _quiet_warnings(world)
-            return _train(request, world, stop), ""
+            return _train(request, world, stop), {}
     except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 (every error becomes a status)
         # When a rank fails, all ranks raise; only the first to publish its error prints it.
         is_first = world.publish_failure(error, 0)
@@ -134,7 +134,7 @@ def run_rank(
         is_silent = status is Status.CLOSED_PIPE or (isinstance(error, RankFailedError) and is_watched)
         if is_first and not is_silent:
             _write(sys.stderr, f"{message}\n")
-        return status, message
+        return status, error_values(error)
 
 
 def print_stopping(number: signal.Signals) -> None:
@@ -175,30 +175,39 @@ def _train(request: TrainRequest, world: World, stop: Callable[[], bool]) -> Sta
             resume=resume,
             origin=origin,
             world=world,
-            observer=partial(_terminal_observers, stack, missing, stop) if world.rank == 0 else None,
+            observer=partial(_terminal_observers, request, stack, missing, stop) if world.rank == 0 else None,
             stop=stop,
             checkpoint_seconds=CHECKPOINT_SECONDS if seconds is None else seconds,
         )
+    status = Status.STOPPED if result.stopped else Status.DONE
     if world.rank == 0:
-        _write(sys.stdout, summary(result, tensorboard="".join(missing)))
-    return Status.STOPPED if result.stopped else Status.DONE
+        print_report(summary(result, tensorboard="".join(missing)), result, request, status=status)
+        sys.stdout.flush()
+    return status
 
 
-def _terminal_observers(
-    stack: ExitStack, missing: list[str], stop: Callable[[], bool], folder: RunFolder, num_steps: int | None
+def _terminal_observers(  # noqa: PLR0917 (for `partial`)
+    request: TrainRequest,
+    stack: ExitStack,
+    missing: list[str],
+    stop: Callable[[], bool],
+    folder: RunFolder,
+    num_steps: int | None,
 ) -> Observer:
     """Print the run's folder, and return the observers for console and TensorBoard, which `stack` closes.
 
     If TensorBoard is not installed, append the reason to `missing`.
     """
     # Printed before the first step, so that the user knows the folder even if the run is killed in that step.
-    _write(sys.stderr, f"{describe_files(folder)}\n")
-    console = stack.enter_context(Console(num_steps, stop_requested=stop))
+    observers: list[Observer] = []
+    if not request.quiet:
+        _write(sys.stderr, f"{describe_files(folder)}\n")
+        observers.append(stack.enter_context(Console(num_steps, stop_requested=stop)))
     try:
-        return Observers(console, stack.enter_context(TensorBoardLog(folder.tensorboard)))
+        observers.append(stack.enter_context(TensorBoardLog(folder.tensorboard)))
     except UserError as error:
         missing.append(str(error))
-        return console
+    return Observers(*observers)
 
 
 def _resumes(request: TrainRequest, folder: RunFolder) -> bool:
@@ -241,7 +250,9 @@ def launch(request: TrainRequest) -> Status:
     if find_launch() is not None:
         world = join()
         with StopRequest(print_stopping if world.rank == 0 else None) as stop:
-            status, _ = run_rank(request, world, stop)
+            status, error = run_rank(request, world, stop)
+        if world.rank == 0:
+            _write_error(request, status, error)
         # After a failure, destroying the group would wait for ranks that may be dead.
         if status in (Status.DONE, Status.STOPPED):
             dist.destroy_process_group()
@@ -253,7 +264,7 @@ def launch(request: TrainRequest) -> Status:
     warn_of_unused(num_ranks)
     # Resume after an out-of-memory error only if the run has lowered this limit; else it would fail again.
     limit = largest_micro_batch_size(folder)
-    status = start(request, num_ranks)
+    status, error = start(request, num_ranks)
     while status is Status.OUT_OF_MEMORY and request.resume != "never":
         former, limit = limit, largest_micro_batch_size(folder)
         if limit == former:
@@ -262,18 +273,25 @@ def launch(request: TrainRequest) -> Status:
             f"anybatch: out of memory: resuming with micro-batches of at most {limit} (disable with --resume never)\n"
         )
         request = dataclasses.replace(request, resume="always", ranks=num_ranks)
-        status = start(request, num_ranks)
+        status, error = start(request, num_ranks)
+    _write_error(request, status, error)
     # After invalid options there is no run to resume, and after a failed resume the command would fail again.
     if status in _RESUMABLE or (status is Status.FILES and request.resume != "always"):
         print_resume_command(folder)
     return status
 
 
-def start(request: TrainRequest, num_ranks: int) -> Status:
-    """Run `num_ranks` ranks on this machine and return the exit status."""
+def _write_error(request: TrainRequest, status: Status, error: ErrorValues) -> None:
+    """Write the error of a failed run as JSON, if the request asks for JSON."""
+    if request.json is not None and status not in (Status.DONE, Status.STOPPED, Status.CLOSED_PIPE):
+        write_json(request.json, {"verb": request.verb, "status": status, "error": error})
+
+
+def start(request: TrainRequest, num_ranks: int) -> tuple[Status, ErrorValues]:
+    """Run `num_ranks` ranks on this machine; return the exit status, and the values of an error."""
     if num_ranks == 1:
         with StopRequest(print_stopping) as stop:
-            return run_rank(request, join(), stop)[0]
+            return run_rank(request, join(), stop)
     from anybatch.cli.local_ranks import run_local_ranks
 
     return run_local_ranks(request, num_ranks)

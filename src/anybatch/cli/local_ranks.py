@@ -3,6 +3,7 @@
 The ranks rendezvous in a file that only this user can read and write, and listen on loopback only.
 """
 
+import json
 import multiprocessing
 import os
 import signal
@@ -22,13 +23,15 @@ import torch
 import torch.distributed as dist
 
 from anybatch.cli.launch import join, print_stopping, run_rank
-from anybatch.cli.status import Status, explain
+from anybatch.cli.status import ErrorValues, Status, error_values, explain
 from anybatch.cli.train import PRELOADED, TrainRequest
+from anybatch.errors import RankFailedError
 from anybatch.parallel.launchers import listen_at_loopback, set_launch_variables, start_fork_server, usable_cores
 from anybatch.recipes.session import StopRequest
 
 _UNKNOWN = -1
-_MAX_ERROR_BYTES = 2000
+_MAX_ERROR_LETTERS = 2000
+_MAX_ERROR_BYTES = 6 * _MAX_ERROR_LETTERS + 1000
 _SECONDS_AFTER_FAILURE = 10.0
 """Time for the other ranks to exit after one fails; then the launcher kills them."""
 _SECONDS_WITHOUT_LAUNCHER = 30.0
@@ -42,7 +45,7 @@ class SharedState:
     Attributes:
         stop: nonzero after a request to stop.
         statuses: exit status of each rank; `_UNKNOWN` until a rank reports one.
-        last_error: message of a rank that lost the connection; printed if no better reason for the failure is known.
+        last_error: values of a rank's error as JSON; of a rank that lost the connection only if there is no other.
         num_threads: torch threads of each rank.
     """
 
@@ -52,8 +55,8 @@ class SharedState:
     num_threads: int
 
 
-def run_local_ranks(request: TrainRequest, num_ranks: int) -> Status:
-    """Start ranks on this machine, wait for them, and return the exit status."""
+def run_local_ranks(request: TrainRequest, num_ranks: int) -> tuple[Status, ErrorValues]:
+    """Start ranks on this machine, wait for them, and return the exit status and the values of an error."""
     context = start_fork_server(*PRELOADED)
     shared = SharedState(
         stop=context.RawValue("b", 0),
@@ -75,11 +78,12 @@ def run_local_ranks(request: TrainRequest, num_ranks: int) -> Status:
             exit_codes = _run(ranks)
         except KeyboardInterrupt as error:
             sys.stderr.write(f"{explain(error)}\n")
-            return Status.INTERRUPTED
+            return Status.INTERRUPTED, error_values(error)
     status, message = exit_status_of(list(shared.statuses), exit_codes)
+    values = error_values(RankFailedError(message)) if message else json.loads(shared.last_error.value or "{}")
     if status is Status.RANKS:
-        sys.stderr.write(f"anybatch: {message or shared.last_error.value.decode(errors='replace')}\n")
-    return status
+        sys.stderr.write(f"anybatch: {values.get('message', '')}\n")
+    return status, values
 
 
 def _run(ranks: Sequence[BaseProcess]) -> dict[int, int]:
@@ -122,14 +126,15 @@ def rank_main(request: TrainRequest, shared: SharedState, rank: int, num_ranks: 
     try:
         world = join()
     except Exception as error:  # noqa: BLE001 (the launcher prints it)
-        status, message = Status.RANKS, explain(error)
+        status, values = Status.RANKS, error_values(error)
     else:
         joined.set()
-        status, message = run_rank(
+        status, values = run_rank(
             request, world, lambda: bool(shared.stop.value or signals or not _launcher_lives()), is_watched=True
         )
-    if status is Status.RANKS:
-        shared.last_error.value = message.encode()[: _MAX_ERROR_BYTES - 1]
+    if values and (status is not Status.RANKS or not shared.last_error.value):
+        values["message"] = values["message"][:_MAX_ERROR_LETTERS]
+        shared.last_error.value = json.dumps(values).encode()
     if status in (Status.DONE, Status.STOPPED):
         dist.destroy_process_group()
     shared.statuses[rank] = status

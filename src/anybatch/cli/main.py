@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points, version
 from typing import cast
 
-from anybatch.cli.status import ParserExit, Status, discard_unwritable_output, explain, status_of
+from anybatch.cli.command import json_target, write_json
+from anybatch.cli.status import ParserExit, Status, discard_unwritable_output, error_values, explain, status_of
 from anybatch.errors import UserError
 
 
@@ -52,12 +53,13 @@ VERBS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit status."""
+    words = sys.argv[1:] if argv is None else argv
     try:
-        status = _run_command(sys.argv[1:] if argv is None else argv)
+        status = _run_command(words)
         # Raise a failure to write the output here, not at interpreter exit.
         sys.stdout.flush()
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (every error becomes a message and an exit status)
-        return _report(error)
+    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 (every error becomes an exit status)
+        return _report(error, words)
     return status
 
 
@@ -73,21 +75,20 @@ def _run_command(argv: Sequence[str]) -> int:
         return Status.DONE
     verb = next((verb for verb in VERBS if verb.name == argv[0]), None)
     if verb is None:
-        sys.stderr.write(unknown_verb(argv[0]))
-        return Status.USAGE
+        raise UserError(unknown_verb(argv[0]), code="unknown_command")
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # from torch; numpy is optional
-    try:
-        return int(function_of(verb)(argv[1:]))
-    except ParserExit as end:
-        return int(end.code or 0)
-    except SystemExit as end:  # raised by the user's code
-        return _report(end)
+    return int(function_of(verb)(argv[1:]))
 
 
-def _report(error: BaseException) -> int:
+def _report(error: BaseException, words: Sequence[str]) -> int:
     """Print an error and return the exit status; print nothing if the reader closed the pipe."""
-    status = status_of(error)
-    if status is not Status.CLOSED_PIPE:
+    is_printed = isinstance(error, ParserExit)
+    status = int(error.code or 0) if isinstance(error, ParserExit) else status_of(error)
+    target = json_target(words)
+    if target is not None and status not in (Status.DONE, Status.CLOSED_PIPE):
+        with suppress(OSError):
+            write_json(target, {"verb": words[0], "status": status, "error": error_values(error)})
+    if status != Status.CLOSED_PIPE and not is_printed:
         with suppress(OSError):  # print the results so far before the error
             sys.stdout.flush()
         with suppress(OSError):
@@ -123,4 +124,4 @@ def unknown_verb(word: str) -> str:
     names = [verb.name for verb in VERBS]
     near = difflib.get_close_matches(word, names, n=1)
     hint = f"Did you mean `anybatch {near[0]}`?" if near else f"Commands: {', '.join(names)}."
-    return f"anybatch: unknown command {word!r}. {hint}\n"
+    return f"unknown command {word!r}. {hint}"

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Final
 from anybatch.cli.command import (
     DEFAULT_RECIPE,
     Parser,
+    add_figure,
     add_recipe,
-    add_report_files,
     add_settings,
     memory_size,
     print_report,
     settings_of,
 )
-from anybatch.cli.status import Status
 from anybatch.core.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -33,8 +32,7 @@ def run(argv: Sequence[str]) -> int:
     """Run `anybatch memory` and return the exit status."""
     args = make_parser().parse(argv)
     report = record(args.recipe, settings_of(args), limit=args.limit)
-    print_report("", report, lambda report, path: report.draw(path), args)
-    return Status.DONE
+    return print_report(str(report), report, args, draw=lambda report, path: report.draw(path))
 
 
 def make_parser() -> Parser:
@@ -47,7 +45,7 @@ def make_parser() -> Parser:
     add(
         "--limit", type=memory_size, metavar="SIZE", help="available memory, such as 24GiB (default: the accelerator's)"
     )
-    add_report_files(add, "memory over the step")
+    add_figure(add, "memory over the step")
     return parser
 
 

@@ -1,13 +1,11 @@
 """`anybatch plan`: predict what fits into a device, without the device."""
 
 import argparse
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anybatch.cli.command import Parser, add_report_files, add_settings, frozen_imports, positive_int
+from anybatch.cli.command import Parser, add_figure, add_settings, frozen_imports, positive_int, print_report
 from anybatch.cli.status import Status
 from anybatch.errors import UserError
 
@@ -108,8 +106,7 @@ def _add_answer(parser: Parser) -> None:
         action="store_true",
         help="also run the step on this machine's device, and compare its memory with the plan",
     )
-    add_report_files(add, "memory over the step")
-    add("--json", action="store_true", help="print the plan as JSON")
+    add_figure(add, "memory over the step")
 
 
 def changes_of(args: argparse.Namespace, parser: Parser) -> list[str]:
@@ -145,7 +142,7 @@ def fraction(text: str) -> float:
 
 def plan_subject(args: argparse.Namespace, changes: Sequence[str]) -> int:
     """Print the plan of a recipe or model; return the exit status, which is out of memory if nothing fits."""
-    from anybatch.planner.plan import as_json, draw_plan
+    from anybatch.planner.plan import draw_plan, values_of
     from anybatch.planner.verification import verify as run_step
     from anybatch.recipes.planning.plan import plan
 
@@ -166,15 +163,14 @@ def plan_subject(args: argparse.Namespace, changes: Sequence[str]) -> int:
         fit=args.fit,
         proposals=not args.no_proposals,
     )
-    sys.stdout.write(f"{json.dumps(as_json(found), indent=1) if args.json else found}\n")
-    notes = sys.stderr if args.json else sys.stdout  # with --json, standard output contains only the JSON
+    measured = None
     if args.verify and found.baseline.fits:
         measured = run_step(found.spec, found.baseline, _device_of(args.device))
-        notes.write(f"{measured}\n")
-    if args.figure is not None:
-        draw_plan(found, args.figure)
-        notes.write(f"wrote {args.figure}\n")
-    return Status.DONE if found.fits else Status.OUT_OF_MEMORY
+    text = str(found) if measured is None else f"{found}\n{measured}"
+    status = Status.DONE if found.fits else Status.OUT_OF_MEMORY
+    return print_report(
+        text, values_of(found, measured), args, status=status, draw=lambda _, path: draw_plan(found, path)
+    )
 
 
 def _find_device(name: str, file: Path | None) -> "str | Device":

@@ -8,8 +8,8 @@ from typing import Any
 from anybatch.cli.command import (
     DEFAULT_RECIPE,
     Parser,
+    add_figure,
     add_recipe,
-    add_report_files,
     add_settings,
     integer,
     let_threads_sleep,
@@ -19,7 +19,6 @@ from anybatch.cli.command import (
     print_report,
     progress_line,
 )
-from anybatch.cli.status import Status
 from anybatch.core.run_config import RunConfig
 from anybatch.errors import UserError
 
@@ -76,7 +75,7 @@ def make_parser() -> Parser:
         metavar="N",
         help="approximate duration of the measurements in seconds (default: 20)",
     )
-    add_report_files(add, "the parts of a step", with_json=True)
+    add_figure(add, "the parts of a step")
     _add_forecast(parser)
     return parser
 
@@ -122,7 +121,7 @@ def scale_recipe(args: argparse.Namespace) -> int:
         bucket_bytes=args.bucket,
         num_workers=args.workers,
     )
-    with progress_line() as show:
+    with progress_line(quiet=args.quiet) as show:
         report = measure_scaling(
             job.train_spec,
             job.data,
@@ -132,8 +131,7 @@ def scale_recipe(args: argparse.Namespace) -> int:
             max_seconds=args.seconds,
             on_progress=show,
         )
-    print_report(f"{args.recipe}: what limits scaling?", report, draw_scaling, args)
-    return Status.DONE
+    return print_report(f"{args.recipe}: what limits scaling?\n{report}", report, args, draw=draw_scaling)
 
 
 def run_forecast(args: argparse.Namespace) -> int:
@@ -166,5 +164,6 @@ def run_forecast(args: argparse.Namespace) -> int:
         bucket_bytes=args.bucket,
     )
     report = forecast(workload, cluster, world_size=args.forecast, strategy=args.strategy)
-    print_report(f"{args.recipe}: forecast from times of one rank on this machine:", report, draw_forecast, args)
-    return Status.DONE
+    return print_report(
+        f"{args.recipe}: forecast from times of one rank on this machine:\n{report}", report, args, draw=draw_forecast
+    )

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from anybatch.cli.command import Parser, number, print_report
-from anybatch.cli.status import Status
 
 _DESCRIPTION = (
     "Search the losses and gradient norms in the log of a finished or running run for non-finite values, and for jumps "
@@ -19,8 +18,7 @@ def run(argv: Sequence[str]) -> int:
     from anybatch.diagnostics.spike_log import read_spikes
 
     report = read_spikes(args.log, SpikeRule(strictness=args.strictness))
-    print_report(f"Loss spikes in {args.log}", report, None, args)
-    return Status.DONE
+    return print_report(f"Loss spikes in {args.log}\n{report}", report, args)
 
 
 def make_parser() -> Parser:

@@ -45,7 +45,9 @@ class Status(IntEnum):
 
 
 class ParserExit(SystemExit):
-    """Raised by a command's parser to end the command: after --help, or after an invalid option."""
+    """Raised by a command's parser to end the command: after --help, or with a message, after an invalid option."""
+
+    message = ""
 
 
 def status_of(error: BaseException) -> Status:
@@ -77,6 +79,18 @@ def is_unusable_file(error: BaseException) -> TypeGuard[OSError]:
 def _is_out_of_memory(error: BaseException) -> bool:
     torch = sys.modules.get("torch")  # if torch is not imported, it did not raise the error
     return isinstance(error, MemoryError if torch is None else (MemoryError, torch.OutOfMemoryError))
+
+
+ErrorValues = dict[str, str]
+
+
+def error_values(error: BaseException) -> ErrorValues:
+    """Return the class of an error, its code (by default the name of its exit status), and its message, for JSON."""
+    if isinstance(error, ParserExit):
+        return {"type": "UserError", "code": "usage", "message": error.message}
+    code = getattr(error, "code", "") if isinstance(error, AnyBatchError) else ""
+    message = explain(error).removeprefix("anybatch: ")
+    return {"type": type(error).__name__, "code": code or status_of(error).name.lower(), "message": message}
 
 
 def explain(error: BaseException, *, in_full: bool | None = None) -> str:

@@ -1,11 +1,9 @@
 """`anybatch trace RUN`: convert the log of a run to a trace for Perfetto."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from anybatch.cli.command import Parser, integer, output_file
-from anybatch.cli.status import Status
+from anybatch.cli.command import Parser, integer, output_file, print_report
 from anybatch.events.chrome_trace import rank_logs, write_chrome_trace
 
 _DESCRIPTION = (
@@ -21,14 +19,7 @@ def run(argv: Sequence[str]) -> int:
     logs = rank_logs(args.run)
     target = args.out or logs[0].with_name("trace.json")
     report = write_chrome_trace(logs, target, first_step=args.first_step, last_step=args.last_step)
-    ranks = f"{report.num_ranks} rank{'s' * (report.num_ranks != 1)}"
-    sys.stdout.write(f"wrote {target}: {report.num_steps} steps, {ranks}, {report.num_events} events\n")
-    if report.num_skipped:
-        sys.stdout.write(f"skipped {report.num_skipped} unreadable lines\n")
-    if report.shifted:
-        names = ", ".join(map(str, report.shifted))
-        sys.stdout.write(f"clocks of ranks {names} differ from rank 0's: their events are shifted to align steps\n")
-    return Status.DONE
+    return print_report(str(report), report, args)
 
 
 def make_parser() -> Parser:

@@ -6,7 +6,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, cast
+from typing import ClassVar, Final, Literal, cast
 
 from anybatch.cli.command import (
     DEFAULT_RECIPE,
@@ -108,6 +108,9 @@ class TrainRequest:
     ranks: int | Literal["auto"] | None
     checkpoint_seconds: float | None = None
     config: RunConfig
+    json: Path | None = None
+    quiet: bool = False
+    verb: ClassVar[str] = "train"
 
 
 def short_name(recipe: str) -> str:
@@ -160,6 +163,8 @@ def read_request(argv: Sequence[str]) -> TrainRequest:
         ranks=args.ranks,
         checkpoint_seconds=args.checkpoint_seconds,
         config=config,
+        json=args.json,
+        quiet=args.quiet,
     )
 
 

@@ -12,7 +12,6 @@ from anybatch.cli.command import (
     print_report,
     settings_of,
 )
-from anybatch.cli.status import Status
 
 _DESCRIPTION = (
     "Run steps of a recipe with many micro-batch sizes, interleaved, and print the speed and memory of each. The "
@@ -34,8 +33,7 @@ def run(argv: Sequence[str]) -> int:
         job.data(steps=1)(0),
         micro_batch_sizes=args.micro_batch_sizes,
     )
-    print_report(f"{args.recipe}: speed by micro-batch size", report, None, args)
-    return Status.DONE
+    return print_report(f"{args.recipe}: speed by micro-batch size\n{report}", report, args)
 
 
 def make_parser() -> Parser:

@@ -5,7 +5,7 @@ import math
 import os
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Advice:
 
     size: int  # the measured effective batch size, in samples
     micro_batch_size: int  # maximum samples of one forward and backward
-    cost: BatchCost  # model of time and samples for each batch size, with the noise scale as critical batch size
+    cost: BatchCost = field(metadata={"json": False})  # of each batch size; the critical one is the noise scale
     interval: tuple[float, float]  # the noise scale's 95% interval; the upper end is infinite if it is not known yet
     items: str = "samples"  # the items that the loss is a mean over, such as "tokens"
     items_per_sample: float = 1.0  # mean number of items in a sample
@@ -69,18 +69,25 @@ class Advice:
 
     @property
     def gain(self) -> float:
-        """The fraction of the time to a loss that the best batch size saves, compared with the current size."""
-        return 1.0 - self._cost.seconds(max(1.0, self.best), by=self.size)
+        """The fraction of the time to a loss that the best size saves over the current size; NaN if unknown."""
+        return math.nan if self.interval[0] <= 0 else 1.0 - self._cost.seconds(max(1.0, self.best), by=self.size)
 
     @property
     def gain_of_accumulating(self) -> float:
-        """Fraction of the time that the best size saves over one micro-batch per rank; 0 if it is not larger."""
+        """The same, compared with one micro-batch per rank; 0 if the best size is not larger."""
+        if self.interval[0] <= 0:
+            return math.nan
         alone = self.micro_batch_size * self.num_ranks
         return 0.0 if self.best <= alone else 1.0 - self._cost.seconds(self.best, by=alone)
 
     @property
     def table(self) -> tuple[AdviceRow, ...]:
-        """Rows for half the current size, the current size, twice that, and the best size if it is at least 1."""
+        """Rows for half the current size, the current size, twice that, and the best size if it is at least 1.
+
+        Empty if the noise scale is unknown.
+        """
+        if self.interval[0] <= 0:
+            return ()
         sizes = {"half": self.size / 2, "now": float(self.size), "twice": 2.0 * self.size}
         if self.best >= 1:
             sizes["best"] = self.best
@@ -104,23 +111,25 @@ class Advice:
         lines += ["", *self._table_lines(), "", *self._verdict(), *heading, *rates]
         return "\n".join([*lines, "", _LIMITS])
 
-    def as_json(self) -> dict[str, Any]:
-        """Return all values for JSON; infinite values are null."""
-        known, found = self.interval[0] > 0, asdict(self)
-        cost, size = found.pop("cost"), found.pop("size")
-        return {
-            **found,
-            "effective_batch_size": size,
-            "noise_scale": _finite(cost.pop("critical_batch_size")),
-            **cost,
-            "interval": [_finite(end) for end in self.interval],
-            "best": _finite(self.best),
-            "best_interval": [_finite(end) for end in self.best_interval],
-            "gain": _finite(self.gain) if known else None,
-            "gain_of_accumulating": _finite(self.gain_of_accumulating) if known else None,
-            "learning_rates": self.learning_rates,
-            "table": [asdict(row) for row in (self.table if known else ())],
-        }
+    @property
+    def effective_batch_size(self) -> int:
+        """The measured effective batch size, in samples."""
+        return self.size
+
+    @property
+    def noise_scale(self) -> float:
+        """The noise scale, in samples."""
+        return self.cost.critical_batch_size
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Fixed time of a step of any size."""
+        return self.cost.overhead_seconds
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """Time per sample, over all ranks."""
+        return self.cost.seconds_per_sample
 
     @property
     def learning_rates(self) -> dict[str, float]:
@@ -190,10 +199,6 @@ _LIMITS = (
 
 def _ms(seconds: float) -> str:
     return f"{three_digits(1e3 * seconds)} ms"
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 _WARM_UP = 2

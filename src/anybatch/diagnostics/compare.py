@@ -1,12 +1,10 @@
 """`compare`: runs a job with several training setups, and reports time, memory, traffic and gradients."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -85,16 +83,6 @@ class ComparisonReport:
     results: tuple[SetupResult, ...]  # the measured setups
     unmeasured: Mapping[str, str]  # name of each other setup -> why it was not measured
     queued_share: float = 0.0  # share of the time of steps in which ranks waited for a core
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all values for JSON."""
-        found = dataclasses.asdict(self)
-        for entry, result in zip(found["results"], self.results, strict=True):
-            entry["seconds_per_step"] = result.seconds_per_step
-            entry["seconds_per_sample"] = result.seconds_per_sample
-            entry["device_hours"] = result.device_hours
-            entry["exposed"] = {name: value for name, value in (entry["exposed"] or {}).items() if math.isfinite(value)}
-        return found
 
     def __str__(self) -> str:
         """Return the tables, the setups that were not measured, and the conclusions."""

@@ -42,7 +42,7 @@ _PARTS = 8
 
 def draw_scaling(report: ScaleReport, path: Path) -> None:
     """Draw the parts of a step as a bar for each number of ranks."""
-    last, columns = report.evidence, report.columns
+    last, columns = report.measured, report.columns
     names, begins = [parts.ranks for parts in columns], [0.0] * len(columns)
     colours = dict(zip((*last.parts.by_name, "other"), (*COLOURS, "#F0E442", "#BFBFBF"), strict=True))
     with new_figure([path], 10.0, 3.4) as figure:

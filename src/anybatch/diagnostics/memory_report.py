@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -46,7 +46,7 @@ class AllocatorReport:
 class MemoryReport:
     """The memory of the recorded steps. `print(report)` shows the peak by purpose."""
 
-    timeline: MemoryTimeline  # memory of tensors at each moment, with marks where micro-batches begin
+    timeline: MemoryTimeline = field(metadata={"json": False})  # with marks where micro-batches begin
     device: str  # type and number of the device
     num_steps: int  # optimizer steps that were recorded
     num_samples: int  # samples of the last step, over all ranks

@@ -2,10 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from anybatch.core.geometry import checked_int
 from anybatch.core.units import columns, in_bytes, per_second
@@ -23,7 +22,7 @@ _MAX_WAIT_SECONDS = 900.0
 class ScaleReport:
     """The reasons why N ranks are not N times as fast as one. `print(report)` shows the tables and the causes."""
 
-    evidence: ScalingEvidence
+    measured: ScalingEvidence = field(metadata={"json": False})
     causes: tuple[Cause, ...]
     settings: RunSettings
     num_cores: int
@@ -31,11 +30,11 @@ class ScaleReport:
     @property
     def columns(self) -> list[StepBreakdown]:
         """The parts of a step on one rank and on all ranks."""
-        return [parts for parts in (self.evidence.alone, self.evidence.parts) if parts is not None]
+        return [parts for parts in (self.measured.alone, self.measured.parts) if parts is not None]
 
     def __str__(self) -> str:
         """Return the tables and the verdict."""
-        last = self.evidence
+        last = self.measured
         head = (
             f"{last.num_samples} samples per step in micro-batches of {last.micro_batch_size}, {last.device}, "
             f"{self.settings.strategy}, {in_bytes(last.gradient_bytes)} of gradients, "
@@ -46,18 +45,14 @@ class ScaleReport:
             lines += ["", *self._buckets()]
         return "\n".join(lines)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return all values for JSON."""
-        return {
-            "settings": asdict(self.settings),
-            "num_cores": self.num_cores,
-            "evidence": {str(self.evidence.parts.world_size): asdict(self.evidence)},
-            "causes": [asdict(cause) for cause in self.causes],
-        }
+    @property
+    def evidence(self) -> Mapping[int, ScalingEvidence]:
+        """The measurements, by number of ranks."""
+        return {self.measured.parts.world_size: self.measured}
 
     def _steps(self) -> list[str]:
         """Return the table of parts, with columns for one rank and for all."""
-        last, steps = self.evidence, self.columns
+        last, steps = self.measured, self.columns
         ms = {part: [parts.by_name[part] for parts in steps] for part in last.parts.by_name}
         ms |= {"other": [parts.other for parts in steps], "whole step": [parts.step for parts in steps]}
         rows = {
@@ -74,18 +69,18 @@ class ScaleReport:
 
     def _efficiency(self) -> str:
         """Return the efficiency on all ranks, and its interval; loading is not included."""
-        found = self.evidence.efficiency
+        found = self.measured.efficiency
         # More than 100% is possible, if the data of a rank fits into its cache, but has to be sure.
         most = math.inf if found.low > 1.0 else 1.0
         return f"{min(found.value, most):.0%} ({found.low:.0%}-{min(found.high, most):.0%})"
 
     def _verdict(self) -> list[str]:
-        step = self.evidence.parts.step
-        if self.evidence.is_busy:
+        step = self.measured.parts.step
+        if self.measured.is_busy:
             return ["other programs use these cores: the times show nothing about this job. Stop them."]
         lines = [
             f"not clear: {name}, {max(0.0, part.low) / step:.0%} to {min(part.high / step, 1.0):.0%} of a step."
-            for name, part in self.evidence.unclear.items()
+            for name, part in self.measured.unclear.items()
         ]
         if not self.causes and not lines:
             return ["no bottleneck: only compute takes a tenth of a step or more."]
@@ -97,7 +92,7 @@ class ScaleReport:
         return lines
 
     def _buckets(self) -> list[str]:
-        last, best = self.evidence, self.evidence.best_bucket
+        last, best = self.measured, self.measured.best_bucket
         assert best is not None
         assert last.current_bucket is not None
         if len(last.buckets) == 1:
@@ -195,7 +190,7 @@ def scale_on_ranks(
         evidence = evidence_of(world.gather_objects(times))
     settings = dataclasses.replace(settings, micro_batch_size=evidence.micro_batch_size)
     return ScaleReport(
-        evidence=evidence,
+        measured=evidence,
         causes=causes_of(evidence, settings, num_cores),
         settings=settings,
         num_cores=num_cores,

@@ -25,13 +25,25 @@ _MAX_SECONDS: Final = 1e12
 
 @dataclass(frozen=True, slots=True)
 class TraceReport:
-    """A summary of a trace; `shifted` are the ranks whose clocks were shifted, so their times are approximate."""
+    """A summary of a trace."""
 
+    file: Path
     num_ranks: int
     num_steps: int
     num_events: int
-    num_skipped: int
-    shifted: tuple[int, ...]
+    num_skipped: int  # unreadable lines of the logs
+    shifted: tuple[int, ...]  # ranks whose clocks were shifted, so their times are approximate
+
+    def __str__(self) -> str:
+        """Return the summary as text."""
+        ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks != 1)}"
+        lines = [f"wrote {self.file}: {self.num_steps} steps, {ranks}, {self.num_events} events"]
+        if self.num_skipped:
+            lines.append(f"skipped {self.num_skipped} unreadable lines")
+        if self.shifted:
+            names = ", ".join(map(str, self.shifted))
+            lines.append(f"clocks of ranks {names} differ from rank 0's: their events are shifted to align steps")
+        return "\n".join(lines)
 
 
 def rank_logs(path: str | os.PathLike[str]) -> list[Path]:
@@ -71,6 +83,7 @@ def write_chrome_trace(
                 num_events += 1
         file.write("\n]}\n")
     return TraceReport(
+        file=target,
         num_ranks=len(sources),
         num_steps=len(ends[0]),
         num_events=num_events,

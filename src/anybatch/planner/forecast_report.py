@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from anybatch.core.collectives import Link
 from anybatch.core.geometry import SecondsFit, ceil_div, checked_int
@@ -202,10 +202,6 @@ class ForecastReport:
     why: str  # the reason for this limit, as a clause
     largest_interval: tuple[int | None, int | None]  # the same for the intervals of the measured times
     unvalidated: tuple[str, ...]  # parts of the forecast that were not compared with measurements
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as plain values for `json.dumps`."""
-        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         """Return tables, the largest useful number of ranks, and the assumptions."""

@@ -19,6 +19,7 @@ from anybatch.memory.trace import ORDER, timeline
 from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch.planner.budget import Budget
 from anybatch.planner.changes import Change, code_of, optimizer_name
+from anybatch.planner.envelopes import Binding
 from anybatch.planner.fit import (
     Answer,
     Combination,
@@ -35,6 +36,7 @@ from anybatch.planner.fit import (
 from anybatch.planner.stand_ins import FourBitLinear
 from anybatch.planner.step_spec import StepSpec, as_module, built
 from anybatch.planner.step_time import StepSeconds
+from anybatch.planner.verification import Verification
 
 _NAME_WIDTH, _COLUMNS = 11, 80
 
@@ -278,65 +280,102 @@ def _rows(**texts: str) -> list[str]:
     return [f"{name:<{_NAME_WIDTH}}{text}" for name, text in texts.items()]
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """Return a plan as plain values for `json.dumps`. Keys are stable; later versions may add keys."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """The step of a plan with some changes; values about memory are None if it was not planned."""
+
+    name: str  # names of the changes
+    changes: tuple[str, ...]  # the same, one by one
+    strategy: str | None  # strategy that `--fit` chose
+    how: str  # code that makes the changes
+    costs: Mapping[str, str]  # drawback of each change
+    same_step: bool  # whether gradient and update are those of the requested step, up to rounding
+    why_not: str | None  # why the combination was not chosen
+    fits: bool
+    micro_batch_size: int | None = None  # proposed size, in samples
+    accumulation_steps: int | None = None  # micro-batches per rank and step
+    largest: int | None = None  # largest micro-batch size that keeps the headroom; 0 if not even one sample fits
+    binds: Binding | None = None  # limit that a larger size would exceed
+    peak_bytes: int | None = None  # peak of live tensors
+    tensor_bytes: int | None = None  # the same
+    reserved_bytes: int | None = None  # peak of the allocator
+    peak: Mapping[str, str] | None = None  # phase and operation of the peak
+    seconds: StepSeconds | None = None  # predicted time; None where it cannot be predicted, or nothing fits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanValues:
+    """A plan as plain values, for JSON. Names are stable; later versions may add some."""
+
+    name: str  # name of the recipe, model or class
+    num_parameters: int  # number of parameters, including frozen ones
+    optimizer: str  # class name of the optimizer
+    precision: str  # number formats of forward and backward
+    asked: tuple[str, ...]  # requested changes
+    device: Mapping[str, str | float | None]  # name, total_bytes, usable_bytes and headroom
+    world_size: int  # number of ranks
+    effective_batch_size: int  # samples of a step, over all ranks
+    fits: bool  # whether the step fits without changes, or with those of `answer`
+    baseline: PlannedStep  # the requested step
+    bytes_by_purpose: Mapping[str, int]  # memory at the peak
+    changes: tuple[PlannedStep, ...]  # the step with each proposed change, the fastest first
+    answer: PlannedStep | None  # the combination of changes that fits, with `--fit`
+    alternative: PlannedStep | None  # a combination that trains all parameters, if the answer does not
+    tried: tuple[PlannedStep, ...]  # all planned combinations
+    notes: tuple[str, ...]
+    verified: Verification | None  # the measured step, with `--verify`
+
+
+def values_of(plan: Plan, verified: Verification | None = None) -> PlanValues:
+    """Return a plan as plain values."""
     budget, answer = plan.budget, plan.answer or Answer(best=None, tried=())
-    return {
-        "name": plan.name,
-        "num_parameters": plan.num_parameters,
-        "optimizer": plan.optimizer,
-        "precision": plan.precision,
-        "asked": [change.name for change in plan.requested],
-        "device": {
+    combinations = [
+        None if choice is None else _planned_step(choice.changes, choice.fit, choice.why)
+        for choice in (answer.best, answer.alternative, *answer.tried)
+    ]
+    return PlanValues(
+        name=plan.name,
+        num_parameters=plan.num_parameters,
+        optimizer=plan.optimizer,
+        precision=plan.precision,
+        asked=tuple(change.name for change in plan.requested),
+        device={
             "name": None if budget.device is None else budget.device.name,
-            "total_bytes": budget.total_bytes,
-            "usable_bytes": budget.usable_bytes,
-            "headroom": budget.headroom,
+            **{name: getattr(budget, name) for name in ("total_bytes", "usable_bytes", "headroom")},
         },
-        "world_size": plan.batch.world_size,
-        "effective_batch_size": plan.batch.num_samples,
-        "fits": plan.fits,
-        "baseline": _fit_as_json(plan.baseline),
-        "bytes_by_purpose": dict(plan.bytes_by_purpose()),
-        "changes": [
-            {"name": fit.name, "how": fit.how, "same_step": fit.change.same_step, **_fit_as_json(fit)}
-            for fit in plan.changes
-        ],
-        "answer": None if answer.best is None else _combination_as_json(answer.best),
-        "alternative": None if answer.alternative is None else _combination_as_json(answer.alternative),
-        "tried": [_combination_as_json(choice) for choice in answer.tried],
-        "notes": [*budget.notes, *plan.notes],
-    }
+        world_size=plan.batch.world_size,
+        effective_batch_size=plan.batch.num_samples,
+        fits=plan.fits,
+        baseline=_planned_step((), plan.baseline),
+        bytes_by_purpose=plan.bytes_by_purpose(),
+        changes=tuple(_planned_step((fit.change,), fit) for fit in plan.changes),
+        answer=combinations[0],
+        alternative=combinations[1],
+        tried=tuple(filter(None, combinations[2:])),
+        notes=(*budget.notes, *plan.notes),
+        verified=verified,
+    )
 
 
-def _combination_as_json(combination: Combination) -> dict[str, Any]:
-    return {
-        "changes": [change.name for change in combination.changes if change.strategy is None],
-        "strategy": combination.strategy or None,
-        "same_step": combination.same_step,
-        "costs": {change.name: change.costs for change in combination.changes if change.costs},
-        "how": code_of(combination.changes),
-        "why_not": combination.why or None,
-        **({} if combination.fit is None else _fit_as_json(combination.fit)),
-    }
-
-
-def _fit_as_json(fit: Fit) -> dict[str, Any]:
-    seconds = fit.seconds
-    return {
-        "fits": fit.fits,
-        "micro_batch_size": fit.micro_batch_size,
-        "accumulation_steps": fit.accumulation_steps,
-        "largest": fit.largest,
-        "binds": fit.limit,
-        "peak_bytes": fit.peak.num_bytes,
-        "tensor_bytes": fit.peak.num_bytes,
-        "reserved_bytes": fit.reserved_bytes,
-        "peak": {"phase": fit.peak.phase, "operation": fit.peak.operation},
-        "seconds": None
-        if seconds is None or not fit.fits
-        else {name: getattr(seconds, name) for name in ("total", "least", "greatest")},
-    }
+def _planned_step(changes: Sequence[Change], fit: Fit | None, why: str = "") -> PlannedStep:
+    memory: dict[str, Any] = {}
+    if fit is not None:
+        sizes = ("micro_batch_size", "accumulation_steps", "largest", "reserved_bytes")
+        seconds = None if fit.seconds is None or not fit.fits else fit.seconds
+        memory = {name: getattr(fit, name) for name in sizes} | {"binds": fit.limit, "seconds": seconds}
+        memory |= dict.fromkeys(("peak_bytes", "tensor_bytes"), fit.peak.num_bytes)
+        memory["peak"] = {"phase": fit.peak.phase, "operation": fit.peak.operation}
+    return PlannedStep(
+        name=" + ".join(change.name for change in changes),
+        changes=tuple(change.name for change in changes if change.strategy is None),
+        strategy="".join(change.name for change in changes if change.strategy is not None) or None,
+        how=code_of(changes),
+        costs={change.name: change.costs for change in changes if change.costs},
+        same_step=all(change.same_step for change in changes),
+        why_not=why or None,
+        fits=fit is not None and fit.fits,
+        **memory,
+    )
 
 
 def draw_plan(plan: Plan, path: Path) -> None:

@@ -72,25 +72,25 @@ NUM_EVALUATIONS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionResult:
-    """The result of a session.
-
-    `session_seconds` is the duration, `stepping_seconds` the part without start-up, evaluation and saving. `peak_bytes`
-    and `limit_bytes` are for this rank; None if unknown. `loss` is from the last step, `metrics` from the last
-    evaluation.
-    """
+    """The result of a session."""
 
     folder: RunFolder
-    stopped: bool
-    num_steps: int
+    stopped: bool  # whether the run was stopped on request
+    num_steps: int  # since the start of the run
     num_session_steps: int
     num_session_samples: int
-    session_seconds: float
-    stepping_seconds: float
-    peak_bytes: int | None
-    limit_bytes: int | None
-    loss: float | None
-    metrics: Mapping[str, float]
-    checkpoint: Path | None
+    session_seconds: float  # duration of the session
+    stepping_seconds: float  # the part without start-up, evaluation and saving
+    peak_bytes: int | None  # peak memory of this rank; None if unknown
+    limit_bytes: int | None  # memory of this rank's device; None if unknown
+    loss: float | None  # of the last step
+    metrics: Mapping[str, float]  # of the last evaluation
+    checkpoint: Path | None  # the last checkpoint
+
+    @property
+    def log(self) -> Path:
+        """The log of rank 0."""
+        return self.folder.log(0)
 
 
 def train(

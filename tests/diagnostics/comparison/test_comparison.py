@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from anybatch.cli.command import plain
 from anybatch.cli.compare import first_batches
 from anybatch.cli.main import main
 from anybatch.cli.status import Status
@@ -105,7 +106,7 @@ def test_report_as_picture_text_and_json(measured: ComparisonReport, tmp_path: P
     draw_comparison(measured, tmp_path / "ways.svg")
     drawn = (tmp_path / "ways.svg").read_text(encoding="utf-8")
     assert all(one.way.name in drawn for one in measured.results)
-    values = json.loads(json.dumps(measured.as_json(), allow_nan=False))
+    values = json.loads(json.dumps(plain(measured), allow_nan=False))
     assert math.isclose(values["results"][1]["seconds_per_sample"], values["results"][1]["seconds_per_step"] / 16)
 
 

@@ -142,7 +142,7 @@ def test_noise_hides_a_part() -> None:
     evidence = evidence_of(ranks)
     assert causes_of(evidence, ONE_BUCKET, 8) == ()
     assert list(evidence.unclear) == ["exposed communication"]
-    report = ScaleReport(evidence=evidence, causes=(), settings=ONE_BUCKET, num_cores=8)
+    report = ScaleReport(measured=evidence, causes=(), settings=ONE_BUCKET, num_cores=8)
     assert "no bottleneck" not in str(report)
 
 

@@ -128,7 +128,7 @@ def test_reports_are_the_same_on_all_ranks(two_ranks: Ranks) -> None:
     reports = two_ranks.run(partial(scale_on_ranks, train, data, num_cores=8, max_seconds=0.01, device="cpu"))
 
     assert str(reports[0]) == str(reports[1])
-    assert reports[0].evidence.num_samples == NUM_SAMPLES
+    assert reports[0].measured.num_samples == NUM_SAMPLES
 
 
 def test_parts_of_a_step_by_a_clock() -> None:

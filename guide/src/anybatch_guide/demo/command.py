@@ -1,8 +1,10 @@
 """`anybatch demo`: a batch that does not fit into memory, and the same batch with three changed lines."""
 
+import sys
 from collections.abc import Sequence
 
-from anybatch.cli.command import Parser, let_threads_sleep
+from anybatch.cli.command import Parser, let_threads_sleep, print_report
+from anybatch.cli.status import Status
 
 _DESCRIPTION = (
     "Run two training loops in a minute, on any machine: a plain loop exceeds an enforced memory limit; the same loop "
@@ -13,8 +15,16 @@ _DESCRIPTION = (
 
 def run(arguments: Sequence[str]) -> int:
     """Run the demonstration; return the exit status."""
-    Parser("demo", _DESCRIPTION).parse(arguments)
+    args = make_parser().parse(arguments)
     let_threads_sleep()
     from anybatch_guide.demo.run import demonstrate  # noqa: PLC0415 (a slow import that --help does not need)
 
-    return int(demonstrate())
+    lines: list[str] = []
+    report = demonstrate(lines.append if args.json else sys.stdout.write)
+    status = Status.DONE if report.is_as_intended else Status.UNEXPECTED
+    return print_report("".join(lines).rstrip(), report, args, status=status)
+
+
+def make_parser() -> Parser:
+    """Return the parser of this command."""
+    return Parser("demo", _DESCRIPTION)

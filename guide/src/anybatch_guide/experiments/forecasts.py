@@ -1,5 +1,6 @@
 """Forecasts of step times on up to 1,024 ranks, by link, strategy and number of micro-batches."""
 
+import dataclasses
 from typing import Any
 
 from anybatch.core.collectives import parse_link
@@ -58,7 +59,7 @@ def run(emit: Emit) -> Data:
 
 def _values(report: ForecastReport) -> Data:
     """Return the values of a forecast, six digits each, without the intervals of its times, which are exact here."""
-    values = report.as_json()
+    values = dataclasses.asdict(report)
     for name in ("micro_batch_interval", "update_interval", "queued_share"):
         del values["workload"][name]
     del values["largest_interval"]

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from anybatch.cli.command import plain
 from anybatch.cli.compare import first_batches
 from anybatch.core.run_config import RunConfig
 from anybatch.diagnostics import compare
@@ -18,7 +19,7 @@ def compare_ways(emit: Emit) -> Data:
     """Compare accumulation, DataParallel, DDP, ZeRO-1 and FSDP, as `anybatch compare digits` does."""
     emit_progress(emit, 0, 1, "ways, interleaved")
     report = compare_digits(EFFECTIVE, micro_batch_size=MICRO)
-    return {**report.as_json(), "sentences": report.sentences()}
+    return {**plain(report), "sentences": report.sentences()}
 
 
 def compare_digits(effective_batch_size: int, micro_batch_size: int | None = None) -> ComparisonReport:
@@ -43,7 +44,7 @@ def explain_scaling(emit: Emit) -> Data:
     report = measure_scaling(
         job.train_spec, job.data, settings=RunSettings(micro_batch_size=MICRO), max_seconds=10.0, num_cores=2
     )
-    return {"recipe": RECIPE, "effective_batch_size": EFFECTIVE, "report": report.as_json(), "text": str(report)}
+    return {"recipe": RECIPE, "effective_batch_size": EFFECTIVE, "report": plain(report), "text": str(report)}
 
 
 WAYS = Experiment(

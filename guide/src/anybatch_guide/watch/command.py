@@ -51,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def make_parser() -> Parser:
     """Return the parser of this command."""
-    parser = Parser("watch", _DESCRIPTION, epilog=_EPILOG)
+    parser = Parser("watch", _DESCRIPTION, epilog=_EPILOG, ends=False)
     add = parser.add_argument
     add(
         "runs",
