@@ -49,6 +49,12 @@ BACKWARDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "a sum of a mask": lambda x, _: (
         x.unsqueeze(1).mul(x.unsqueeze(2)).sum(2) / (x.unsqueeze(1) > x.unsqueeze(2)).sum(2).add(1)
     ),
+    "bilinear": lambda x, _: nn.functional.bilinear(x, x.flip(1), torch.ones(3, 8, 8)),
+    "log_softmax of a transposed tensor": lambda x, _: (
+        x.sum(2) + x.detach().unsqueeze(3).repeat(1, 1, 1, 16).mT.log_softmax(1).sum((2, 3))
+    ),
+    "distances": lambda x, _: x.sum(2) + torch.cdist(x.detach().repeat(1, 1, 16), torch.ones(4, 30, 128)).sum(2),
+    "cholesky": lambda x, _: torch.linalg.cholesky(x @ x.mT + 9 * torch.eye(16)),
 }
 
 

@@ -10,7 +10,9 @@ from torch.nn import functional
 
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.planner.cuda_emulation import POLICIES, Profile, allocating_as, choose_foreach
+from anybatch.planner.fake_tensor_cache import FakeLedger, fake_mode
 from anybatch.planner.torch_internals import registered_operations
+from tests.planner.profiled import most_allocated
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -96,6 +98,43 @@ def test_kernels_save_the_tensors_of_cudas(function: Function, on_cuda: float, o
 
     assert kept_bytes(function, "cuda") == on_cuda * number
     assert kept_bytes(function, "cpu") == on_cpu * number
+
+
+PRODUCTS: dict[str, Function] = {
+    "prod": lambda x: x.prod(),
+    "of an axis": lambda x: x.prod(1),
+    "of a kept axis": lambda x: x.prod(-1, keepdim=True),
+    "in float64": lambda x: x.prod(1, dtype=torch.float64),
+    "of prefixes": lambda x: x.cumprod(1),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_allocate_as_without_a_mode(name: str) -> None:
+    """A mode makes the backward of products allocate more; the planner's products do not, and are differentiable."""
+
+    def gradient() -> torch.Tensor:
+        values = torch.full((40, 30), 0.99, requires_grad=True)
+        (found,) = torch.autograd.grad(PRODUCTS[name](values).square().sum(), values)
+        return found
+
+    expected, allocated = gradient(), most_allocated(gradient)
+    with allocating_as("cpu"):
+        assert torch.allclose(gradient(), expected)
+        with fake_mode() as mode, FakeLedger(mode) as ledger:
+            gradient()
+
+    assert ledger.peak_bytes == pytest.approx(allocated, rel=0.01)
+
+
+def test_folded_patches_keep_the_memory_of_a_copy() -> None:
+    """The result of `fold` is a part of memory as large as the patches."""
+    with fake_mode() as mode, FakeLedger(mode):
+        patches = torch.ones(2, 3 * 64, 49)
+        fake = functional.fold(patches, (32, 32), 8, stride=4).untyped_storage().nbytes()
+    real = functional.fold(torch.ones(2, 3 * 64, 49), (32, 32), 8, stride=4).untyped_storage().nbytes()
+
+    assert fake == real == 4 * 2 * 3 * 64 * 49
 
 
 def test_attention_with_dropout_keeps_no_scores_on_cuda() -> None:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from anybatch.planner.torch_internals import (
     kernel_library,
     operation,
     registered_operations,
-    without_autocast_kernels,
+    without_kernels,
     without_subclasses,
 )
 
@@ -72,7 +73,7 @@ def test_the_device_of_a_tensor_without_data() -> None:
     ("ask", "purpose"),
     [
         (lambda of: registered_operations("CPU", of), "autocast"),
-        (without_autocast_kernels, "autocast"),
+        (partial(without_kernels, "AutocastCPU"), "step"),
         (without_subclasses, "Planning a step"),
         (outside_modes, "within a run"),
     ],

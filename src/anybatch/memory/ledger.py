@@ -5,6 +5,7 @@ which a kernel frees before it returns.
 """
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -46,8 +47,9 @@ _MEANS = frozenset({_aten.mean.default, _aten.mean.dim})
 _SUMS = _MEANS | {_aten.sum.default, _aten.sum.dim_IntList}
 """Operations whose kernel begins with a copy of its argument if the result has another type."""
 
+_SOFTMAX = ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
 _CONTIGUOUS = frozenset(
-    getattr(_aten, name).default for name in ("col2im", "im2col", "nll_loss2d_forward", "gelu_backward")
+    getattr(_aten, name).default for name in ("col2im", "im2col", "nll_loss2d_forward", *_SOFTMAX, "gelu_backward")
 )
 """Operations whose kernel copies arguments and results that are not contiguous; the last one on a CPU only."""
 _HALVES = (torch.bfloat16, torch.float16)
@@ -60,6 +62,33 @@ def as_without_mode(func: Any, args: tuple[Any, ...]) -> Any:  # noqa: ANN401 (t
         return None
     kinds = {(tensor.shape, tensor.dtype, tensor.layout) for tensor in args if isinstance(tensor, torch.Tensor)}
     return in_place if func is not _aten.add.Tensor or len(kinds) == 1 else None
+
+
+def _distance_bytes(*tensors: torch.Tensor) -> int:
+    """Return the bytes of copies with two more columns, whose product is the squared distances."""
+    return sum(each.nbytes // each.shape[-1] * (each.shape[-1] + 2) for each in tensors)
+
+
+def _trilinear_bytes(*args: Any) -> int:  # noqa: ANN401 (three tensors, four lists and a number)
+    """Return the bytes of both products in the kernel of `bilinear`, for one index of the axis that it loops over."""
+    tensors, (*added, summed), looped = args[:3], args[3:7], args[7] if len(args) > 7 else 1  # noqa: PLR2004
+    shapes = [list(each.shape) for each in tensors]
+    for shape, axes in zip(shapes, added, strict=True):
+        for axis in axes:
+            shape.insert(axis, 1)
+    sizes = [1 if axis == looped else max(found) for axis, found in enumerate(zip(*shapes, strict=True))]
+    # The first product has no axis of the third factor alone, and is summed over axes that the third factor lacks.
+    first, second, third = map(set, added)
+    left_out = (first & second | third & set(summed), set(summed))
+    kept = ([size for axis, size in enumerate(sizes) if axis not in axes] for axes in left_out)
+    return sum(map(math.prod, kept)) * int(tensors[0].itemsize)
+
+
+_PRODUCTS: Mapping[Any, Callable[..., int]] = {
+    getattr(_aten, name).default: count
+    for name, count in (("_trilinear", _trilinear_bytes), ("_euclidean_dist", _distance_bytes))
+}
+"""Operations whose kernels compute products, and the bytes of tensors in them."""
 
 
 class MemoryLedger(TorchDispatchMode):
@@ -182,15 +211,16 @@ class MemoryLedger(TorchDispatchMode):
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and not (is_view(func) and self._is_being_loaded(leaf)):
                 self._record_tensor(leaf, str(func))
-        copied = self._copied_bytes(func, [value for value in args if isinstance(value, torch.Tensor)], result)
+        copied = self._copied_bytes(func, args, result)
         if copied:
             self._events.append(-(self._record_allocation(copied, str(func)) + 1))
             if self._on_allocation is not None:
                 self._on_allocation(self.held_bytes, copied, str(func))
             self.held_bytes -= copied
 
-    def _copied_bytes(self, func: Any, tensors: list[torch.Tensor], result: Any) -> int:  # noqa: ANN401
+    def _copied_bytes(self, func: Any, args: tuple[Any, ...], result: Any) -> int:  # noqa: ANN401
         """Return the bytes of copies of arguments that an operation frees before it returns."""
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
         dtypes, on_cpu = {tensor.dtype for tensor in tensors}, not self.sums_without_cast
         if func in _SUMS:
             # Kernels of CUDA add 16-bit values in float32 without a copy.
@@ -199,6 +229,8 @@ class MemoryLedger(TorchDispatchMode):
             return tensors[0].numel() * int(dtype.itemsize) * is_cast
         if func in _CONTIGUOUS and (on_cpu or func is not _aten.gelu_backward.default):
             return sum(each.nbytes for each in (*tensors, *tree_leaves(result)) if not each.is_contiguous())
+        if func in _PRODUCTS:
+            return _PRODUCTS[func](*args)
         if on_cpu and func is _aten.gather.default and result.dtype in _HALVES and not tensors[1].is_contiguous():
             return 2 * int(result.nbytes)  # in float32
         # Kernels of CUDA convert each element when they read it.

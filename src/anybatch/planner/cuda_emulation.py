@@ -6,8 +6,8 @@ and whether optimizers use foreach by default.
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from anybatch.memory.torch_internals import tree_leaves, tree_map
 from anybatch.parallel.dtensors import is_dtensor
-from anybatch.planner.torch_internals import kernel_library, registered_operations, schema_of, without_autocast_kernels
+from anybatch.planner.torch_internals import kernel_library, registered_operations, schema_of, without_kernels
 
 Profile = Literal["cuda", "cpu"]
 """Device type whose allocations are emulated; "cpu" changes nothing."""
@@ -70,32 +70,23 @@ _LOCK = threading.RLock()
 
 
 @contextmanager
-def allocating_as(profile: Profile) -> Iterator[None]:
+def allocating_as(profile: Profile, *, has_data: bool = False) -> Iterator[None]:
     """Make fake CPU tensors allocate as on another device inside the `with` block.
 
     This changes CPU autocast in the whole process, so a second profile waits for the first to end. In both profiles
     `_grouped_mm` gets a meta kernel for all dtypes that its real kernel accepts, not for bf16 only.
     """
+    kernels = (_OF_CUDA if profile == "cuda" else {}) | ({} if has_data else _of_fake_tensors(profile))
     # The order matters on exit: kernels are unregistered before the lock is released.
-    with _LOCK, _registered(_meta_kernels(), "Meta"):
-        if profile == "cpu":
-            yield
-            return
-        with autocast_as_on_cuda(), _kernels_as_on_cuda():
-            yield
+    autocast = autocast_as_on_cuda() if profile == "cuda" else nullcontext()
+    with _LOCK, _registered(_meta_kernels(), "Meta"), _registered(kernels.items(), "AutogradCPU"), autocast:
+        yield
 
 
 @contextmanager
 def autocast_as_on_cuda() -> Iterator[None]:
     """Give CPU autocast the policies of CUDA."""
     with _registered(_kernels(), "AutocastCPU"):
-        yield
-
-
-@contextmanager
-def _kernels_as_on_cuda() -> Iterator[None]:
-    """Let functions with a fused CUDA kernel save the same tensors as that kernel."""
-    with _registered(_OF_CUDA.items(), "AutogradCPU"):
         yield
 
 
@@ -150,7 +141,7 @@ def _kernel(operation: Any, policy: AutocastPolicy) -> Callable[..., Any]:  # no
 
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (any arguments and results)
         # Without this context, calling the operation would recurse into this kernel.
-        with without_autocast_kernels():
+        with without_kernels("AutocastCPU"):
             if policy == "set_dtype":
                 names = [argument.name for argument in schema_of(operation).arguments]
                 dtype_argument = kwargs.get("dtype", dict(zip(names, args, strict=False)).get("dtype"))
@@ -245,6 +236,52 @@ class _RMSNorm(torch.autograd.Function):
         )
 
 
+class _Product(torch.autograd.Function):
+    """A product or the products of all prefixes, with autograd's backward for values without zeros.
+
+    Under a mode, autograd runs a longer formula, which needs no case for zeros but allocates more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, operation: Any, options: Sequence[Any], dtype: Any) -> torch.Tensor:  # noqa: ANN401 (torch's types)
+        ctx.operation, ctx.options = operation, options  # the axis, and whether the result keeps it
+        with without_kernels("AutogradCPU"):
+            result: torch.Tensor = operation(values, *options, dtype=dtype)
+        ctx.save_for_backward(values, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401 (torch's type)
+        values, result = ctx.saved_tensors
+        values = values.to(gradient.dtype)
+        if ctx.options:
+            axis, *keeps_axis = ctx.options
+            is_zero = values == 0
+            if ctx.operation is torch.ops.aten.cumprod.default:
+                return _sums_of_suffixes(result * gradient, axis).div(values), None, None, None
+            is_zero.sum(axis, keepdim=True)
+            if keeps_axis != [True]:
+                gradient, result = gradient.unsqueeze(axis), result.unsqueeze(axis)
+        return gradient * (result / values), None, None, None
+
+
+def _sums_of_suffixes(values: torch.Tensor, axis: int) -> torch.Tensor:
+    flipped = values.flip(axis)  # freed at the end, as in torch
+    sums = flipped.cumsum(axis)
+    return sums.flip(axis)
+
+
+def _of_fake_tensors(profile: Profile) -> dict[str, Callable[..., torch.Tensor]]:
+    """Return functions that only compute shapes, or assume values without zeros."""
+
+    def kernel(name: str) -> Callable[..., torch.Tensor]:
+        operation = _operation(name)
+        return lambda values, *options, dtype=None: _Product.apply(values, operation, options, dtype)  # type: ignore[no-untyped-call]
+
+    products = {name: kernel(name) for name in ("prod", "prod.dim_int", "cumprod")}
+    return products | ({"rms_norm": _rms_norm} if profile == "cuda" else {})
+
+
 def _meta_kernels() -> list[tuple[str, Callable[..., Any]]]:
     """Return meta kernels for operations whose built-in meta kernel rejects dtypes that real kernels accept."""
     return [(name, _grouped_product) for name in ("_grouped_mm",) if hasattr(torch.ops.aten, name)]
@@ -268,10 +305,9 @@ def _grouped_product(
     return first.new_empty(shape, dtype=out_dtype or first.dtype)
 
 
-_OF_CUDA: Mapping[str, Callable[..., torch.Tensor]] = {
+_OF_CUDA: dict[str, Callable[..., torch.Tensor]] = {
     "dropout": _dropout,
     "scaled_dot_product_attention": _attention,
-    "rms_norm": _rms_norm,
 }
 """Functions with a fused CUDA kernel, and CPU implementations that save the same memory."""
 
@@ -293,8 +329,16 @@ def _batch_norm(*args: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401 (of any
     return torch.empty_like(values, memory_format=last if keeps else torch.contiguous_format), kept, kept.clone()
 
 
+def _folded(values: torch.Tensor, *args: Any) -> torch.Tensor:  # noqa: ANN401 (of any type)
+    """Return an empty result in the memory that the kernel first allocates for a copy of the values."""
+    result: torch.Tensor = torch.ops.aten.col2im.default(values, *args)
+    memory = result.new_empty(max(values.numel(), result.numel()))
+    return memory[: result.numel()].view(result.shape)
+
+
 FAKE_KERNELS: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.native_group_norm_backward.default: _group_norm_backward,
     torch.ops.aten.native_batch_norm.default: _batch_norm,
+    torch.ops.aten.col2im.default: _folded,
 }
 """Operations whose fake kernels give results of other types or strides than real kernels."""

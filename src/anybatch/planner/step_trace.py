@@ -118,7 +118,7 @@ def _two_steps(twin: "_TwinRun", reads: HostReads, micro_batch_size: int) -> Ste
         as_planning_errors(twin.modules, lambda: reads.at),
         twin.mode or nullcontext(),
         reads,
-        allocating_as(spec.profile),
+        allocating_as(spec.profile, has_data=twin.mode is None),
         recorded_resizes(ledger),
         ledger,
     ):

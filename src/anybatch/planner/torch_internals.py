@@ -43,14 +43,14 @@ def registered_operations(key: str, of: Any = torch._C) -> set[str]:  # noqa: AN
     return {name.removeprefix("aten::") for name in found if name.startswith("aten::")}
 
 
-def without_autocast_kernels(of: Any = torch._C) -> AbstractContextManager[object]:  # noqa: ANN401 (torch)
-    """Return a context in which operations skip kernels registered for CPU autocast.
+def without_kernels(key: str, of: Any = torch._C) -> AbstractContextManager[object]:  # noqa: ANN401 (torch)
+    """Return a context in which operations skip kernels of a dispatch key, such as "AutocastCPU".
 
     `torch._C._ExcludeDispatchKeyGuard`; `torch.autocast(enabled=False)` would affect other operations too.
     """
-    with needed_for("Planning autocast as on CUDA"):
+    with needed_for("Planning a step"):
         guard: AbstractContextManager[object] = of._ExcludeDispatchKeyGuard(
-            of.DispatchKeySet(of.DispatchKey.AutocastCPU)
+            of.DispatchKeySet(getattr(of.DispatchKey, key))
         )
     return guard
 
