@@ -172,9 +172,28 @@ def test_configurations_of_audio_models() -> None:
     }
     assert classified.sample["input_values"].shape == (1, 8_000)
     assert min(loss_of(spoken), loss_of(classified)) > 0
-    for config in (waveforms, transformers.CLIPConfig(architectures=["CLIPModel"])):
-        with pytest.raises(UserError):
-            subject_of_config(config)
+    with pytest.raises(UserError, match="set sequence_length"):
+        subject_of_config(waveforms)
+
+
+@pytest.mark.slow
+def test_configuration_of_a_model_that_compares_pairs() -> None:
+    """CLIP gets a text and an image; its loss, which has no labels, compares the samples of a micro-batch: a note."""
+    small = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = transformers.CLIPConfig(
+        projection_dim=8, text_config=small | {"vocab_size": 40, "max_position_embeddings": 12},
+        vision_config=small | {"image_size": 32, "patch_size": 16}, architectures=["CLIPModel"]
+    )  # fmt: skip
+
+    subject = subject_of_config(config)
+    subject.sample.update({name: torch.cat([tensor] * 2) for name, tensor in subject.sample.items()})
+
+    assert {name: tensor.shape for name, tensor in subject.sample.items()} == {
+        "input_ids": (2, 12),
+        "pixel_values": (2, 3, 32, 32),
+    }
+    assert loss_of(subject) > 0
+    assert any("compares the samples" in note for note in subject.notes)
 
 
 def test_configuration_in_a_file(tmp_path: Path) -> None:

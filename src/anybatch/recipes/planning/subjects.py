@@ -94,6 +94,7 @@ _USUAL_PIXELS = 224
 _CLIP_TOKENS = 77
 _HEADS = ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION")
 """Training tasks of transformers; the first one for which a model type has a class is used."""
+_COMPARED = "the loss compares the samples of a micro-batch; for an exact effective batch, plan a job with ab.joint"
 _UNPADDED = "planned for samples without padding, which need no attention mask; a mask takes 1 to 5% more memory"
 
 
@@ -143,24 +144,24 @@ def subject_of_config(config: Any, *, sequence_length: int | None = None) -> Pla
     """Return the model of a configuration of `transformers`, with a sample like those of its tokenizer."""
     name = next(iter(config.architectures or ()), None)
     kind = _class_of(config, name)
-    maximum = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    texts = getattr(config, "text_config", config)
+    maximum = getattr(texts, "max_position_embeddings", None) or getattr(texts, "n_positions", None)
     length, notes = choose_length(sequence_length, maximum, name or config.model_type)
     sample = _sample(config, kind, length)
-    over_tokens = sample["labels"].dim() > 1
     # A model that predicts the next token shifts its labels itself.
     of_tokens = mean_over_tokens(own_loss, labels="labels", shift=_predicts_the_next(kind))
-    loss = of_tokens if over_tokens else mean_over_samples(own_loss)
+    loss = of_tokens if "labels" in sample and sample["labels"].dim() > 1 else mean_over_samples(own_loss)
     return PlanSubject(
         name=f"{kind.__name__} ({config.model_type})",
         train=lambda: TrainSpec(model=kind(config), optimizer=adamw, loss=loss, clip=1.0),
         sample=sample,
-        notes=(*notes, _UNPADDED) if "input_ids" in sample else (),
+        notes=(*((*notes, _UNPADDED) if "input_ids" in sample else ()), *(() if "labels" in sample else (_COMPARED,))),
     )
 
 
 def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the loss that a model of transformers computes from labels."""
-    loss: Tensor = model(**batch).loss
+    """Return the loss that a model of transformers computes from labels, or from pairs without labels."""
+    loss: Tensor = model(**batch, **({} if "labels" in batch else {"return_loss": True})).loss
     return loss
 
 
@@ -255,11 +256,15 @@ def _predicts_the_next(kind: type) -> bool:
 
 def _sample(config: Any, kind: Any, length: int | None) -> dict[str, Tensor]:  # noqa: ANN401 (not a dependency)
     """Return one unpadded sample for a model of transformers. Only its shape matters."""
-    if kind.main_input_name == "pixel_values" and hasattr(config, "image_size"):
-        size = config.image_size
+    inputs = signature(kind.forward).parameters
+    compares = length is not None and {"input_ids", "pixel_values", "return_loss"} <= inputs.keys()
+    images = getattr(config, "vision_config", config)
+    if (compares or kind.main_input_name == "pixel_values") and hasattr(images, "image_size"):
+        size = images.image_size
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        pixels = torch.zeros(1, config.num_channels, height, width)
-        return {"pixel_values": pixels, "labels": torch.zeros(1, dtype=torch.int64)}
+        pixels = torch.zeros(1, images.num_channels, height, width)
+        other = {"input_ids": (1, length or 1)} if compares else {"labels": (1,)}
+        return {"pixel_values": pixels} | {key: torch.zeros(*size, dtype=torch.int64) for key, size in other.items()}
     if kind.main_input_name == "input_features" and hasattr(config, "num_mel_bins"):
         spectrogram = torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)  # Whisper halves the length
         labels = torch.zeros(1, length or config.max_target_positions, dtype=torch.int64)
@@ -267,8 +272,7 @@ def _sample(config: Any, kind: Any, length: int | None) -> dict[str, Tensor]:  #
     # A sequence classifier has one label per sample, a token classifier one label per token.
     one_label = "Classification" in kind.__name__ and "Token" not in kind.__name__
     is_waveform = kind.main_input_name == "input_values" and one_label
-    has_labels = "labels" in signature(kind.forward).parameters
-    if not has_labels or (kind.main_input_name != "input_ids" and not is_waveform):
+    if "labels" not in inputs or (kind.main_input_name != "input_ids" and not is_waveform):
         message = (
             f"there is no sample of {kind.main_input_name!r} with labels for {kind.__name__}. Plan it in Python, with "
             "a batch of one sample: ab.plan(model, optimizer, loss, batch, ...)."
@@ -277,8 +281,8 @@ def _sample(config: Any, kind: Any, length: int | None) -> dict[str, Tensor]:  #
     if length is None:
         message = f"{kind.__name__} takes inputs of any length: set sequence_length (--sequence-length)."
         raise UserError(message)
-    inputs = torch.zeros(1, length, dtype=torch.float32 if is_waveform else torch.int64)
-    return {kind.main_input_name: inputs, "labels": torch.zeros(1, dtype=torch.int64) if one_label else inputs}
+    sample = torch.zeros(1, length, dtype=torch.float32 if is_waveform else torch.int64)
+    return {kind.main_input_name: sample, "labels": torch.zeros(1, dtype=torch.int64) if one_label else sample}
 
 
 def _names(library: str, *, required: bool) -> Sequence[str]:
