@@ -105,6 +105,17 @@ class MemoryEnvelope:
         held = Lines((signs * sizes.constant[numbers]).cumsum(0), (signs * sizes.slope[numbers]).cumsum(0))
         return replace(self, allocated=sizes, held=held)
 
+    def with_temporary(self, m: int, num_bytes: int) -> "MemoryEnvelope":
+        """Return an envelope with one more allocation at the peak: `num_bytes` at micro-batch size `m`, in proportion."""
+        trace, at, number = self.trace, self.at_peak(m).event_index + 1, len(self.trace.allocations) + 1
+        temporary = replace(trace.allocations[abs(trace.events[at - 1]) - 1], category="temporaries")
+        events = (*trace.events[:at], number, -number, *trace.events[at:])
+        marks = tuple((position + 2 * (position >= at), name) for position, name in trace.marks)
+        constant, slope = (torch.tensor([size], dtype=torch.int64) for size in (num_bytes % m, num_bytes // m))
+        sizes = Lines(torch.cat([self.allocated.constant, constant]), torch.cat([self.allocated.slope, slope]))
+        more = MemoryTrace((*trace.allocations, temporary), events, marks)
+        return replace(self, trace=more).with_sizes(sizes)
+
     def peak_bytes(self, m: int) -> int:
         """Return the peak of memory in use at micro-batch size `m`: the maximum over all events."""
         held = self.held.at(m)

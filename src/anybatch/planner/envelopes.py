@@ -20,9 +20,9 @@ from anybatch.memory.trace import (
 from anybatch.planner.caching_allocator import largest_that_fits, replay
 from anybatch.planner.cuda_emulation import Profile
 from anybatch.planner.fake_ranks import joint_limit
-from anybatch.planner.step_spec import StepSpec, built, samples_in_memory
+from anybatch.planner.step_spec import MAX_RUN_BYTES, StepSpec, built, samples_in_memory
 from anybatch.planner.step_time import CostLine, fit_costs
-from anybatch.planner.step_trace import StepTrace, trace_step, without_garbage_collection
+from anybatch.planner.step_trace import StepTrace, allocated_bytes, trace_step, without_garbage_collection
 
 TRACED = (2, 3)
 """Micro-batch sizes to trace. A single sample is special: axes may be squeezed, and BatchNorm rejects it."""
@@ -42,6 +42,7 @@ class Envelopes:
     notes: tuple[str, ...]  # notes for the user about the traces
     sharded: bool = False  # the strategy shards the weights and gathers them in every micro-batch
     decisions: Mapping[str, str] = field(default_factory=dict)  # the engine's decisions while it was built, by topic
+    workspaces: tuple[int, int] | None = None  # as in `StepSpec`; included as the last allocation
     alone: "Envelopes | None" = None  # envelopes of a step with one micro-batch, if requested
 
     def peak_bytes(self, m: int) -> int:
@@ -103,11 +104,31 @@ def find_envelopes(
     except PlanError as error:
         message = str(error) if isinstance(error, CannotPlanError) else f"cannot plan this step: {error}"
         raise CannotPlanError(message) from error
+    found = _with_workspaces(
+        found, ready, _smaller(found.largest(min(usable_bytes, MAX_RUN_BYTES)), max_samples, max_size)
+    )
     num_in_memory = samples_in_memory(ready, max_samples)
     if num_in_memory is None:
         return found
     steady, first = (_with_inputs(step, num_in_memory, spec.num_micro_batches) for step in (found.steady, found.first))
     return dataclasses.replace(found, steady=steady, first=first)
+
+
+def _with_workspaces(found: Envelopes, ready: StepSpec, size: int | None) -> Envelopes:
+    """Add memory that convolutions of a CPU allocate besides tensors, measured in a step with data if possible."""
+    if found.profile != "cpu" or not any("convolution" in one.kind for one in found.costs.traces[0].operations):
+        return found
+    workspaces = ready.workspaces
+    if ready.make is not None and size:
+        with contextlib.suppress(Exception):  # without data, the sample may be invalid
+            workspaces = size, allocated_bytes(ready, size) - found.steady.peak_bytes(size)
+    if workspaces is None:
+        note = "workspaces of convolutions are not included: the step is too large to be measured, or needs data"
+        return dataclasses.replace(found, notes=(*found.notes, note))
+    if workspaces[1] <= 0:
+        return found
+    steady, first = (step.with_temporary(*workspaces) for step in (found.steady, found.first))
+    return dataclasses.replace(found, steady=steady, first=first, workspaces=workspaces)
 
 
 def with_alone(found: Envelopes, spec: StepSpec, usable_bytes: int, share: int) -> Envelopes:

@@ -46,6 +46,7 @@ class Fit:
     micro_batch_size: int  # the proposed size: a rank's samples in even parts of at most `largest`; 1 if nothing fits
     accumulation_steps: int  # micro-batches per rank and step
     peak: Peak  # the moment of peak memory, at that size
+    tensor_bytes: int  # the part of the peak that is tensors, without measured workspaces
     reserved_bytes: int  # memory that the allocator reserves at that size on the device
     envelope: MemoryEnvelope  # memory at any size, of the step (first or later) with the higher peak
     on_cpu: bool  # whether the memory belongs to a CPU, which has no caching allocator
@@ -110,13 +111,15 @@ def fit_of(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, change: Cha
     if largest >= size:  # at the end of the device, not of the headroom, the allocator frees cached segments
         limit = target.budget.total_bytes - target.budget.overhead_bytes
         reserved = max(envelopes.peak_bytes(size), min(freely, limit))
+    peak = envelope.at_peak(size)
     return Fit(
         change=change or Change(name=""),
         world_size=spec.world_size,
         largest=largest,
         micro_batch_size=size,
         accumulation_steps=ceil_div(share, size),
-        peak=envelope.at_peak(size),
+        peak=peak,
+        tensor_bytes=peak.num_bytes - (0 if envelopes.workspaces is None else envelope.sizes(size)[-1]),
         reserved_bytes=reserved,
         envelope=envelope,
         on_cpu=envelopes.profile == "cpu",

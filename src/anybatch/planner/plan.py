@@ -123,14 +123,20 @@ def in_seconds(seconds: float) -> str:
 
 
 def counted_kinds(fit: Fit) -> tuple[Counted, ...]:
-    """Return the kinds of memory in `peak_text`; on a CPU, only tensors are planned."""
-    return ("in tensors",) if fit.on_cpu else ("in tensors", "in all")
+    """Return the kinds of memory in `peak_text`; on a CPU, tensors, and workspaces if they were measured."""
+    if not fit.on_cpu:
+        return "in tensors", "in all"
+    return ("in tensors", "allocated") if fit.tensor_bytes < fit.peak.num_bytes else ("in tensors",)
 
 
 def peak_text(fit: Fit, budget: Budget) -> str:
     """Format the peak memory of a step: of its tensors, and of the device."""
     device_bytes = fit.reserved_bytes + budget.overhead_bytes
-    sizes: dict[Counted, int] = {"in tensors": fit.peak.num_bytes, "in all": device_bytes}
+    sizes: dict[Counted, int] = {
+        "in tensors": fit.tensor_bytes,
+        "allocated": fit.peak.num_bytes,
+        "in all": device_bytes,
+    }
     return ", ".join(f"{in_bytes(sizes[kind])} {kind}" for kind in counted_kinds(fit))
 
 
@@ -296,8 +302,8 @@ class PlannedStep:
     accumulation_steps: int | None = None  # micro-batches per rank and step
     largest: int | None = None  # largest micro-batch size that keeps the headroom; 0 if not even one sample fits
     binds: Binding | None = None  # limit that a larger size would exceed
-    peak_bytes: int | None = None  # peak of live tensors
-    tensor_bytes: int | None = None  # the same
+    peak_bytes: int | None = None  # peak of live tensors, on a CPU with measured workspaces
+    tensor_bytes: int | None = None  # the part of the peak that is tensors
     reserved_bytes: int | None = None  # peak of the allocator
     peak: Mapping[str, str] | None = None  # phase and operation of the peak
     seconds: StepSeconds | None = None  # predicted time; None where it cannot be predicted, or nothing fits
@@ -360,10 +366,10 @@ def values_of(plan: Plan, verified: Verification | None = None) -> PlanValues:
 def _planned_step(changes: Sequence[Change], fit: Fit | None, why: str = "") -> PlannedStep:
     memory: dict[str, Any] = {}
     if fit is not None:
-        sizes = ("micro_batch_size", "accumulation_steps", "largest", "reserved_bytes")
+        sizes = ("micro_batch_size", "accumulation_steps", "largest", "tensor_bytes", "reserved_bytes")
         seconds = None if fit.seconds is None or not fit.fits else fit.seconds
         memory = {name: getattr(fit, name) for name in sizes} | {"binds": fit.limit, "seconds": seconds}
-        memory |= dict.fromkeys(("peak_bytes", "tensor_bytes"), fit.peak.num_bytes)
+        memory["peak_bytes"] = fit.peak.num_bytes
         memory["peak"] = {"phase": fit.peak.phase, "operation": fit.peak.operation}
     return PlannedStep(
         name=" + ".join(change.name for change in changes),
@@ -446,6 +452,7 @@ def make_plan(
         expandable_segments=expandable_segments,
     )
     envelopes = envelopes_of(ready, target)
+    spec = dataclasses.replace(spec, workspaces=envelopes.workspaces)
     envelopes = reshaped(envelopes, requested)
     baseline = fit_of(spec, envelopes, target)
     changes = propose(spec, envelopes, target, fits=baseline.fits) if proposals and not fit else []

@@ -194,6 +194,7 @@ class StepSpec:
     called: Mapping[str, str] = field(default_factory=dict)  # name in this model -> name in the user's code, for hints
     profile: Profile = "cuda"  # device type whose allocations are planned, "cuda" or "cpu"
     cache: ResultCache = field(default_factory=ResultCache)  # results of operations on fake tensors
+    workspaces: tuple[int, int] | None = None  # a micro-batch size, and bytes of workspaces that were measured for it
     make: MakeTrainSpec | None = None  # makes the step with data, to run it here if tensors without data do not suffice
 
     @property

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -38,6 +39,7 @@ from anybatch.planner.refusals import (
 )
 from anybatch.planner.step_spec import StepSpec, as_module, built, fake_batch, fake_twin, repeated
 from anybatch.planner.step_time import CostTrace, OperationRecorder
+from anybatch.planner.torch_internals import allocated_sizes
 
 _PHASES: Mapping[str, Phase] = {"reduce": "reduce", "clip": "clip", "update": "update"}
 
@@ -109,6 +111,28 @@ def trace_step(
                 return _two_steps(twin, reads, micro_batch_size)
         finally:
             twin.ledger.forget()
+
+
+@without_garbage_collection()
+def allocated_bytes(spec: StepSpec, micro_batch_size: int) -> int:
+    """Run two steps with data, and return the peak of torch's CPU allocator in the second, with kernels' workspaces."""
+    with warnings.catch_warnings(), trial_run(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        twins: list[_TwinRun] = []
+
+        def first_step() -> None:
+            twins.append(_TwinRun(spec, None, World()))
+            twins[0].make_engine()
+            twins[0].step(micro_batch_size)
+
+        try:
+            before = sum(allocated_sizes(first_step))
+            return before + max(itertools.accumulate(allocated_sizes(lambda: twins[0].step(micro_batch_size))))
+        finally:
+            for twin in twins:
+                twin.ledger.forget()
+                twin.close()
 
 
 def _two_steps(twin: "_TwinRun", reads: HostReads, micro_batch_size: int) -> StepTrace:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import profiler_legacy
 
 from anybatch.core.torch_internals import needed_for
 from anybatch.memory.torch_internals import FakeTensor
@@ -116,6 +117,21 @@ def fake_device_getter(of: type = FakeTensor) -> Callable[[Any], torch.device]:
     """
     is_property = isinstance(vars(of).get("fake_device"), property)
     return attrgetter("_fake_device" if is_property else "fake_device")
+
+
+def allocated_sizes(run: Callable[[], object], of: Any = torch._C) -> list[int]:  # noqa: ANN401 (torch)
+    """Call a function, and return the bytes of each allocation of torch's CPU allocator in it, negative for frees.
+
+    `torch._C._autograd._enable_profiler_legacy`; the public profiler writes to the terminal.
+    """
+    with needed_for("Measuring a step"):
+        begin, end = of._autograd._enable_profiler_legacy, of._autograd._disable_profiler_legacy
+    begin(profiler_legacy.profile(profile_memory=True).config())
+    try:
+        run()
+    finally:
+        records = end()
+    return [size for record in records for event in record if (size := event.cpu_memory_usage())]
 
 
 def undispatched(of: Any = torch._C) -> AbstractContextManager[object]:  # noqa: ANN401 (torch)

@@ -85,7 +85,7 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification
     allocator = found.allocator
     return Verification(
         device=found.device,
-        planned_bytes=fit.peak.num_bytes,
+        planned_bytes=fit.tensor_bytes,
         measured_bytes=found.timeline.peak_bytes if allocator is None else allocator.peak_bytes,
         # No memory limit is set in this run, so compare it with the prediction without a limit.
         planned_reserved_bytes=None if allocator is None else fit.reserved_bytes_without_limit,
