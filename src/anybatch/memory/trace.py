@@ -106,7 +106,7 @@ class MemoryEnvelope:
         return replace(self, allocated=sizes, held=held)
 
     def with_temporary(self, m: int, num_bytes: int) -> "MemoryEnvelope":
-        """Return an envelope with one more allocation at the peak: `num_bytes` at micro-batch size `m`, in proportion."""
+        """Return an envelope with an allocation added at the peak: `num_bytes` at size `m`, and in proportion."""
         trace, at, number = self.trace, self.at_peak(m).event_index + 1, len(self.trace.allocations) + 1
         temporary = replace(trace.allocations[abs(trace.events[at - 1]) - 1], category="temporaries")
         events = (*trace.events[:at], number, -number, *trace.events[at:])

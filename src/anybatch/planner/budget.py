@@ -53,11 +53,7 @@ class Budget:
 
 
 def budget_of(device: str | int | Device, *, world_size: int = 1, headroom: float | None = None) -> Budget:
-    """Return the budget of a device.
-
-    Raises:
-        UserError: the device is unknown, or the headroom is out of range.
-    """
+    """Return the budget of a device; an unknown device is refused."""
     why = DEFAULT_REASON if headroom is None else "as requested"
     headroom = HEADROOM if headroom is None else headroom
     if isinstance(headroom, bool) or not 0.0 <= headroom < 1.0:

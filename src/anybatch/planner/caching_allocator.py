@@ -90,14 +90,7 @@ def largest_that_fits(envelope: MemoryEnvelope, limit_bytes: int, *, expandable:
         return None if fits(1) else 0
     if upper == 0 or fits(upper):
         return upper
-    low, high = 0, upper
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+    return bisect_left(range(1, upper), 1, key=lambda m: not fits(m))
 
 
 def rounded_bytes(num_bytes: int) -> int:

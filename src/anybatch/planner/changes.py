@@ -127,11 +127,7 @@ def single_changes(spec: StepSpec) -> list[Change]:
 
 
 def named_change(spec: StepSpec, name: str) -> Change:
-    """Return a change by name.
-
-    Raises:
-        UserError: the step has no such change.
-    """
+    """Return a change by name, or refuse a name that the step has no change for."""
     rank = re.match(r"LoRA of rank (\d+)", name)
     known = []
     for change in _changes(spec, DEFAULT_RANK if rank is None else int(rank[1])):

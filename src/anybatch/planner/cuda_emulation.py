@@ -305,10 +305,7 @@ def _grouped_product(
     return first.new_empty(shape, dtype=out_dtype or first.dtype)
 
 
-_OF_CUDA: dict[str, Callable[..., torch.Tensor]] = {
-    "dropout": _dropout,
-    "scaled_dot_product_attention": _attention,
-}
+_OF_CUDA: dict[str, Callable[..., torch.Tensor]] = {"dropout": _dropout, "scaled_dot_product_attention": _attention}
 """Functions with a fused CUDA kernel, and CPU implementations that save the same memory."""
 
 

@@ -86,11 +86,7 @@ fp32 rate; torch sees each of the two dies of a MI250X as a device.
 
 
 def find_device(name: str, devices: Sequence[Device] = DEVICES) -> Device:
-    """Return a device by name, ignoring case, spaces, hyphens and the vendor's name.
-
-    Raises:
-        UserError: no device matches, or several do; the message lists similar names.
-    """
+    """Return a device by name, ignoring case, spaces, hyphens and the vendor's name, or refuse with similar names."""
     wanted = _normalized(name)
     for device in devices:
         if wanted in _names(device):
@@ -122,11 +118,7 @@ def _normalized(name: str) -> str:
 
 
 def parse_budget(text: str) -> tuple[int, Device | None]:
-    """Return the bytes of a budget given as a size or as a device's name, and the device, if any.
-
-    Raises:
-        UserError: the text is neither a size nor the name of a device.
-    """
+    """Return the bytes of a budget given as a size or as a device's name, and the device, if any."""
     # "3090" looks like a number of bytes, but is a device.
     if re.fullmatch(r"[\d.]+\s*[kmgt]?i?b?", text.strip().lower()) and not any(
         _normalized(text) in _names(device) for device in DEVICES

@@ -10,13 +10,7 @@ import torch
 
 from anybatch.core.tree import count_samples
 from anybatch.errors import CannotPlanError, PlanError
-from anybatch.memory.trace import (
-    Lines,
-    MemoryEnvelope,
-    Peak,
-    check,
-    fit,
-)
+from anybatch.memory.trace import Lines, MemoryEnvelope, Peak, check, fit
 from anybatch.planner.caching_allocator import largest_that_fits, replay
 from anybatch.planner.cuda_emulation import Profile
 from anybatch.planner.fake_ranks import joint_limit
@@ -91,13 +85,7 @@ class Envelopes:
 def find_envelopes(
     spec: StepSpec, usable_bytes: int, *, max_samples: int | None = None, max_size: int | None = None
 ) -> Envelopes:
-    """Trace two micro-batch sizes, and check the extrapolation with a third, the largest that seems to fit.
-
-    A rank has at most `max_samples`, in micro-batches of at most `max_size`.
-
-    Raises:
-        CannotPlanError: the step cannot be traced, or its memory cannot be extrapolated.
-    """
+    """Trace two micro-batch sizes, and check the extrapolation with a third, the largest that seems to fit."""
     ready, _ = built(spec)
     try:
         found = _checked(ready, usable_bytes, _smaller(max_samples, max_size))

@@ -24,11 +24,7 @@ from anybatch.planner.torch_internals import fake_store
 
 @contextmanager
 def fake_ranks(size: int, device_bytes: int | None = None) -> Iterator[World]:
-    """Make this process rank 0 of `size` ranks without starting other processes.
-
-    Raises:
-        CannotPlanError: this process already belongs to a process group.
-    """
+    """Make this process rank 0 of `size` ranks without starting other processes."""
     if size == 1:
         yield World()
         return
@@ -115,9 +111,6 @@ class AllRows(nn.Module):
 
     It also allocates, until the step ends, the outputs and gradients that the engine keeps of untraced micro-batches.
     Slightly too much memory is planned, never too little, since the traced outputs stay in memory with their copies.
-
-    Raises:
-        PlanError: the effective batch size is unknown.
     """
 
     def __init__(self, loss: Loss, effective_batch_size: int | None, world_size: int) -> None:

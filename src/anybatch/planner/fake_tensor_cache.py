@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from anybatch.core.torch_internals import storage_key
-from anybatch.memory.ledger import DEVICE, MemoryLedger, OperationObserver, PoolSelector, as_without_mode
+from anybatch.memory.ledger import DEVICE, MemoryLedger, as_without_mode
 from anybatch.memory.torch_internals import FakeTensor, FakeTensorMode, is_traceable_wrapper_subclass_type
 from anybatch.planner.cuda_emulation import FAKE_KERNELS
 from anybatch.planner.refusals import WATCHED
@@ -97,15 +97,8 @@ class FakeLedger(MemoryLedger):
     operations whose first result cannot be recreated from its metadata.
     """
 
-    def __init__(
-        self,
-        mode: FakeTensorMode,
-        *,
-        on_operation: OperationObserver | None = None,
-        pool: PoolSelector | None = None,
-        cache: ResultCache | None = None,
-    ) -> None:
-        super().__init__(on_operation=on_operation, pool=pool)
+    def __init__(self, mode: FakeTensorMode, *, cache: ResultCache | None = None, **options: Any) -> None:  # noqa: ANN401
+        super().__init__(**options)
         self._mode = mode
         self._cache = ResultCache() if cache is None else cache
 

@@ -46,12 +46,7 @@ GLOO_THREADS = 2
 """Collectives that torch's gloo backend runs concurrently (`options.threads` of ProcessGroupGloo)."""
 MEASURED_RANKS = 3
 """Maximum ranks in the comparison of forecasts with measurements (benchmarks/forecast_error.py)."""
-_OVER_HOSTS = {
-    "best": best_all_reduce,
-    "ring": ring_all_reduce,
-    "tree": tree_all_reduce,
-    "gloo": gloo_all_reduce,
-}
+_OVER_HOSTS = {"best": best_all_reduce, "ring": ring_all_reduce, "tree": tree_all_reduce, "gloo": gloo_all_reduce}
 
 
 _NUMBER_BYTES = 8

@@ -432,12 +432,7 @@ def make_plan(
     micro_batch_size: int | None = None,
     expandable_segments: bool = False,
 ) -> Plan:
-    """Plan a training step for a device.
-
-    Raises:
-        CannotPlanError: the step cannot be traced.
-        UserError: the engine rejects the step.
-    """
+    """Plan a training step for a device."""
     start = time.perf_counter()
     # A CPU has no device limit for strategies to use.
     device_bytes = None if spec.profile == "cpu" else budget.total_bytes

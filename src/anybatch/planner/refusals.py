@@ -66,9 +66,6 @@ def as_planning_errors(modules: nn.Module, read_at: Callable[[], str | None] = s
     """Convert errors of a step on fake tensors to `CannotPlanError`, with the place where it stopped.
 
     torch's own long log message about the error is suppressed.
-
-    Raises:
-        CannotPlanError: the step failed, with the reason.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, log.disabled = log.disabled, True
@@ -134,10 +131,7 @@ class HostReads(TorchDispatchMode):
     """Makes up the values of `.item()`, `if tensor:` and `torch.equal` on fake tensors, which would raise otherwise.
 
     The check of fp16 gradients for overflow finds no overflow, since the update would be skipped otherwise. A number
-    drawn by `torch.rand` is near 1, so that a layer that is dropped at random is kept.
-
-    Raises:
-        CannotPlanError: the model reads a value, and `refuses`.
+    drawn by `torch.rand` is near 1, so that randomly dropped layers are kept. If it `refuses`, reads are rejected.
     """
 
     def __init__(self, phase: Callable[[], Phase], *, refuses: bool = False) -> None:

@@ -64,9 +64,6 @@ def fake_twin(value: ValueT, mode: Mode) -> ValueT:
 
     Objects passed in one call stay connected: the optimizer in `fake_twin((model, optimizer), mode)` updates the twin's
     parameters.
-
-    Raises:
-        CannotPlanError: a tensor cannot be fake, or an object cannot be copied.
     """
     replacement = _Replacement(mode)
     try:

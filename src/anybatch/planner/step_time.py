@@ -139,9 +139,6 @@ def fit_costs(trace_a: CostTrace, size_a: int, trace_b: CostTrace, size_b: int) 
     """Return the line through two traces of the same program at different micro-batch sizes.
 
     Limits: the traffic of a loss over all pairs of samples is quadratic; for such a loss, trace the size itself.
-
-    Raises:
-        PlanError: the two traces have different operations.
     """
     for number, pair in enumerate(itertools.zip_longest(trace_a.operations, trace_b.operations)):
         one, other = ("missing" if each is None else f"{each.name} in {each.phase}" for each in pair)
@@ -244,15 +241,9 @@ def _micro_batch_seconds(trace: CostTrace, device: Device) -> tuple[float, float
     return seconds[0], seconds[-1]
 
 
-_PRODUCTS = {
-    "mm": (0, 1),
-    "bmm": (0, 1),
-    "addmm": (1, 2),
-    "baddbmm": (1, 2),
-    "mv": (0, 1),
-    "addmv": (1, 2),
-    "_grouped_mm": (0, 1),
-}
+_PRODUCTS = dict.fromkeys(("mm", "bmm", "mv", "_grouped_mm"), (0, 1)) | dict.fromkeys(
+    ("addmm", "baddbmm", "addmv"), (1, 2)
+)
 """Operation -> positions of the two arguments that are multiplied."""
 _CONVOLUTIONS = ("convolution", "convolution_overrideable", "cudnn_convolution", "mkldnn_convolution")
 _TRANSPOSED = 6
@@ -275,14 +266,7 @@ class OperationRecorder:
         self._micro_batch = 0
         self._after_backward = False
 
-    def __call__(
-        self,
-        func: Any,  # noqa: ANN401 (torch has no public name for this type)
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        result: Any,  # noqa: ANN401 (any result)
-        phase: Phase,
-    ) -> None:
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, phase: Phase) -> None:  # noqa: ANN401
         """Record an operation."""
         # Skip queries of a device or layout, which only fake tensors dispatch.
         if func.namespace == "prim":

@@ -70,20 +70,11 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 @without_garbage_collection()
-def trace_step(
-    spec: StepSpec,
-    micro_batch_size: int,
-    *,
-    with_data: bool = False,
-) -> StepTrace:
+def trace_step(spec: StepSpec, micro_batch_size: int, *, with_data: bool = False) -> StepTrace:
     """Run `Engine.step` twice on a fake twin (a copy with fake tensors) and return the allocations.
 
     The spec is not changed, no data is read, and almost no memory is allocated. With data, the step of `spec.make` runs
     on the sample instead.
-
-    Raises:
-        CannotPlanError: the step cannot run without data.
-        UserError: the engine rejects the spec.
     """
     check_strategy(spec.strategy)
     spec, _ = built(spec)

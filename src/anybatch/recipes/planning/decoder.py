@@ -1,7 +1,9 @@
 """Published language models, for `anybatch plan llama-3.1-8b` and similar commands: their sizes and their module."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from types import MappingProxyType
 from typing import Literal
 
@@ -45,76 +47,14 @@ class DecoderConfig:
         return dict(zip(("DecoderBlock", "blocks"), names[self.model_type], strict=True))
 
 
-def _gpt2(num_hidden_layers: int, hidden_size: int, num_attention_heads: int) -> DecoderConfig:
-    return DecoderConfig(
-        model_type="gpt2",
-        num_hidden_layers=num_hidden_layers,
-        hidden_size=hidden_size,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_attention_heads,
-        intermediate_size=4 * hidden_size,
-        vocab_size=50_257,
-        max_position_embeddings=1_024,
-        tie_word_embeddings=True,
-    )
-
-
-def _llama3(
-    num_hidden_layers: int, hidden_size: int, num_attention_heads: int, intermediate_size: int, *, tied: bool = False
-) -> DecoderConfig:
-    return DecoderConfig(
-        num_hidden_layers=num_hidden_layers,
-        hidden_size=hidden_size,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=8,
-        intermediate_size=intermediate_size,
-        vocab_size=128_256,
-        max_position_embeddings=131_072,
-        tie_word_embeddings=tied,
-    )
-
-
+_SOURCES = json.loads(files("anybatch.recipes.planning").joinpath("models.json").read_text(encoding="utf-8"))
 KNOWN_MODELS: Mapping[str, DecoderConfig] = MappingProxyType(
-    {
-        "gpt2": _gpt2(12, 768, 12),
-        "gpt2-medium": _gpt2(24, 1_024, 16),
-        "gpt2-large": _gpt2(36, 1_280, 20),
-        "gpt2-xl": _gpt2(48, 1_600, 25),
-        "llama-3.2-1b": _llama3(16, 2_048, 32, 8_192, tied=True),
-        "llama-3.2-3b": _llama3(28, 3_072, 24, 8_192, tied=True),
-        "llama-3.1-8b": _llama3(32, 4_096, 32, 14_336),
-        "llama-3.1-70b": _llama3(80, 8_192, 64, 28_672),
-        "llama-3.1-405b": _llama3(126, 16_384, 128, 53_248),
-        "mistral-7b": DecoderConfig(
-            model_type="mistral",
-            num_hidden_layers=32,
-            hidden_size=4_096,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            intermediate_size=14_336,
-            vocab_size=32_000,
-            max_position_embeddings=32_768,
-            tie_word_embeddings=False,
-        ),
-        "qwen2.5-7b": DecoderConfig(
-            model_type="qwen2",
-            num_hidden_layers=28,
-            hidden_size=3_584,
-            num_attention_heads=28,
-            num_key_value_heads=4,
-            intermediate_size=18_944,
-            vocab_size=152_064,
-            max_position_embeddings=131_072,
-            tie_word_embeddings=False,
-        ),
-    }
+    {row.pop("name"): DecoderConfig(**row) for rows in _SOURCES.values() for row in rows}
 )
-"""Sizes in the models' published configurations.
+"""Sizes in the models' published configurations, by source.
 
-Source: Radford et al. 2019 (GPT-2); Grattafiori et al. 2024, table 3, and the model cards of Llama 3.1 and 3.2; Jiang
-et al. 2023, table 1 (Mistral 7B, with the vocabulary of its first version, and full attention instead of its window:
-full attention needs the same memory and, above 4,096 tokens, more time); the Qwen2.5 report, table 1 (the base model,
-with a context of 131,072).
+Mistral is planned with full attention instead of its window: full attention needs the same memory and, above 4,096
+tokens, more time.
 """
 
 

@@ -216,11 +216,9 @@ def _subject_of_python(
 def _check(arguments: Mapping[str, Any]) -> None:
     """Refuse sizes that are not integers of at least 1, and arguments of a wrong type."""
     checked_int("world_size", arguments["world_size"])
-    for name, error in (("effective_batch_size", BatchSizeError), ("micro_batch_size", BatchSizeError)):
+    for name in ("effective_batch_size", "micro_batch_size", "sequence_length"):
         if arguments[name] is not None:
-            checked_int(name, arguments[name], error=error)
-    if arguments["sequence_length"] is not None:
-        checked_int("sequence_length", arguments["sequence_length"])
+            checked_int(name, arguments[name], error=UserError if name == "sequence_length" else BatchSizeError)
     for name, (types, expected) in _TYPES.items():
         value = arguments[name]
         is_none = value is None and expected.endswith("None")

@@ -345,12 +345,7 @@ def subject_of_job(job: Job, name: str = "job") -> PlanSubject:
     batch = next(iter(job.train_batches(dataset, effective_batch_size=size, steps=1)))
     lengths = lengths_of(batch)
     index = 0 if lengths is None else max(range(size), key=lengths.tokens.__getitem__)
-    return PlanSubject(
-        name=name,
-        train=job.train_spec,
-        sample=next(batch.feed([[index]])),
-        settings=job.defaults,
-    )
+    return PlanSubject(name=name, train=job.train_spec, sample=next(batch.feed([[index]])), settings=job.defaults)
 
 
 def subject_of_known_model(name: str, *, sequence_length: int | None = None) -> PlanSubject:
