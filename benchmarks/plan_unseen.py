@@ -5,6 +5,7 @@ small), and models of transformers with adapters of peft; each with an optimizer
 of `unseen_models.py` and `unseen_sequences.py`, "inputs" models of transformers that take more than tokens or images.
 Each is planned by `ab.plan` from Python, as a user would, and then run: two steps of two micro-batches, of which the
 second is measured, every allocation of torch's CPU allocator counted, with and without the workspaces of convolutions.
+Planned are tensors, as for CUDA, and allocated bytes, which include workspaces that the planner measures on a CPU.
 Models that do not build or run are left out, and counted.
 
     python benchmarks/plan_unseen.py [--seed 18] [--seconds 3600] [--library NAME] [--out benchmarks/results/NAME.md]
@@ -422,14 +423,15 @@ def row(library: str, one: Drawn) -> Row:
         allocated, live = measured(one)
     except Exception as error:  # noqa: BLE001 (any error of the model itself)
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:160].replace("|", "/")
-        return Row(f"{what} - | - | - | - | - | {took:.1f} | does not run: {reason} |", "does not run")
+        return Row(f"{what} - | - | - | - | - | - | {took:.1f} | does not run: {reason} |", "does not run")
     found = f"{live / MEBIBYTE:.2f} | {allocated / MEBIBYTE:.2f}"
     if plan is None:
         text = refused.replace("|", "/").replace("\n", " ")[:200]
-        return Row(f"{what} - | {found} | - | - | {took:.1f} | {text} |", "refused")
-    expected = plan.baseline.peak.num_bytes
-    errors = tuple(100 * (expected / size - 1) for size in (live, allocated))
-    figures = f"{expected / MEBIBYTE:.2f} | {found} | {errors[0]:+.2f} | {errors[1]:+.2f} | {took:.1f}"
+        return Row(f"{what} - | - | {found} | - | - | {took:.1f} | {text} |", "refused")
+    planned_bytes = plan.baseline.tensor_bytes, plan.baseline.peak.num_bytes
+    errors = tuple(100 * (one / size - 1) for one, size in zip(planned_bytes, (live, allocated), strict=True))
+    sizes = " | ".join(f"{one / MEBIBYTE:.2f}" for one in planned_bytes)
+    figures = f"{sizes} | {found} | {errors[0]:+.2f} | {errors[1]:+.2f} | {took:.1f}"
     return Row(f"{what} {figures} | {'; '.join(plan.notes[:2])[:120]} |", "planned", errors, took)
 
 
@@ -462,7 +464,8 @@ def main() -> None:
     logging.disable(logging.WARNING)
     stand_in_for_missing_operations()
     head = (
-        "| library | model | optimizer | precision | planned, MiB | tensors, MiB | allocated, MiB | of tensors, % "
+        "| library | model | optimizer | precision | planned tensors, MiB | planned allocation, MiB | tensors, MiB "
+        "| allocated, MiB | of tensors, % "
         "| of allocated, % | planned in CPU s | notes |"
     )
     rows: list[Row] = []
@@ -479,7 +482,7 @@ def main() -> None:
     libraries = [name for name in NUM_DRAWN if name not in {"own", "inputs"} and options.library in {"", name}]
     versions = ", ".join(f"{library} {version(library)}" for library in libraries or ["transformers"])
     report.publish(
-        [*summary(rows, counts), "", head, "|" + "---|" * 11, *(one.text for one in rows)],
+        [*summary(rows, counts), "", head, "|" + "---|" * 12, *(one.text for one in rows)],
         title="Plans of models that nobody chose, against memory as allocated",
         command=f"python benchmarks/plan_unseen.py --seed {options.seed}{only}",
         setting=f"{NUM_MICRO_BATCHES} micro-batches of {MICRO_BATCH} (own: {OWN_MICRO_BATCH}), 1 thread; {versions}",

@@ -1,5 +1,6 @@
 """`ab.plan` for every kind of subject."""
 
+import itertools
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import anybatch as ab
 from anybatch.engine.arguments import TrainSpec
 from anybatch.errors import UserError
 from anybatch.planner.plan import Plan
+from anybatch.planner.torch_internals import allocated_sizes
 
 
 def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -84,6 +86,60 @@ def test_a_mask_that_hides_nothing_is_left_out() -> None:
 
     assert [any("attention_mask" in note for note in plan.notes) for plan in (without, kept)] == [True, False]
     assert without.baseline.peak.num_bytes < kept.baseline.peak.num_bytes
+
+
+def test_weights_of_a_module_are_not_trained_by_its_plan() -> None:
+    """A step that depends on data, or has workspaces, runs on a copy of the module while it is planned."""
+
+    def positive(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = model(batch)
+        return rows[rows > rows.mean()].mean()
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 3))
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    for make in (model, lambda: model):
+        plan = ab.plan(
+            make, None, ab.mean_over_samples(positive), torch.randn(4, 4), device="cpu:8GiB", effective_batch_size=8,
+            proposals=False
+        )  # fmt: skip
+
+        assert any("measured with your sample" in note for note in plan.notes)
+        assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.slow
+def test_a_plan_for_a_cpu_includes_workspaces_of_convolutions() -> None:
+    """Allocated bytes of a small step are measured, also in plans of its changes; without data, a note tells so."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv3d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv3d(64, 64, 3, padding=1))
+
+    def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = model(batch)
+        return rows.square().mean()
+
+    engines: list[ab.Engine] = []
+
+    def step() -> None:
+        engines.extend([] if engines else [ab.Engine(make(), sgd, mean, micro_batch_size=5, check_loss=False)])
+        engines[0].step(torch.ones(10, 3, 1, 4, 4))
+
+    mean, sgd = ab.mean_over_samples(squares), partial(torch.optim.SGD, lr=0.1)
+    options: dict[str, Any] = {"device": "cpu:1GiB", "effective_batch_size": 10, "micro_batch_size": 5}
+    sizes = allocated_sizes(step)
+    expected = sum(sizes) + max(itertools.accumulate(allocated_sizes(step)))
+
+    measured = ab.plan(make, sgd, mean, torch.ones(1, 3, 1, 4, 4), **options)
+    invalid = torch.ones(1, 3, 1, 4, 4, device="meta")
+    unknown = ab.plan(make, sgd, mean, invalid, proposals=False, **options)
+
+    assert measured.baseline.peak.num_bytes == pytest.approx(expected, rel=0.02)
+    assert unknown.baseline.tensor_bytes == unknown.baseline.peak.num_bytes == measured.baseline.tensor_bytes
+    assert measured.baseline.tensor_bytes < 0.7 * expected
+    assert measured.changes
+    assert all(change.tensor_bytes < 0.7 * change.peak.num_bytes for change in measured.changes)
+    assert "allocated, in the backward" in str(measured)
+    assert ["workspaces" in note for note in unknown.notes] == [True]
 
 
 class Block(nn.Module):

@@ -109,12 +109,10 @@ def _with_workspaces(found: Envelopes, ready: StepSpec, size: int | None) -> Env
     workspaces = ready.workspaces
     if ready.make is not None and size:
         with contextlib.suppress(Exception):  # without data, the sample may be invalid
-            workspaces = size, allocated_bytes(ready, size) - found.steady.peak_bytes(size)
+            workspaces = size, max(0, allocated_bytes(ready, size) - found.steady.peak_bytes(size))
     if workspaces is None:
         note = "workspaces of convolutions are not included: the step is too large to be measured, or needs data"
         return dataclasses.replace(found, notes=(*found.notes, note))
-    if workspaces[1] <= 0:
-        return found
     steady, first = (step.with_temporary(*workspaces) for step in (found.steady, found.first))
     return dataclasses.replace(found, steady=steady, first=first, workspaces=workspaces)
 
@@ -155,7 +153,7 @@ def _checked(ready: StepSpec, usable_bytes: int, max_size: int | None) -> Envelo
     except CannotPlanError:
         if ready.make is None:
             raise
-        with contextlib.suppress(PlanError):
+        with contextlib.suppress(Exception):  # the planner's, or of a model that cannot be copied
             return _measured(ready)
         return _checked(dataclasses.replace(ready, make=None), usable_bytes, max_size)
     found = _extrapolated(ready, small, low, large, high)

@@ -6,6 +6,7 @@ in the twin too, so tied weights stay tied. No data is copied and no user code r
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -231,5 +232,10 @@ def built(spec: StepSpec) -> tuple[StepSpec, str | None]:
     train, reason = build(spec.train)
     parameters = list(as_module(train.model).parameters())
     is_small = sum(parameter.nbytes for parameter in parameters) * count_samples(spec.sample) <= MAX_RUN_BYTES
-    make = spec.train if is_small and spec.world_size == 1 else None
+    if not is_small or spec.world_size > 1:
+        return dataclasses.replace(spec, train=train), reason
+    new, has_data = spec.train, not all(parameter.is_meta for parameter in parameters)
+    # A plan must not train the user's own weights.
+    is_shared = has_data and any(map(operator.is_, parameters, as_module(new().model).parameters()))
+    make = (lambda: copy.deepcopy(new())) if is_shared else new
     return dataclasses.replace(spec, train=train, make=make), reason

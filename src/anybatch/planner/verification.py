@@ -49,11 +49,7 @@ class Verification:
 
 
 def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification:
-    """Run the planned step on a device, with a new model and repeated samples; compare measured and planned memory.
-
-    Raises:
-        PlanError: the plan is for several ranks, or its model or optimizer is an object instead of a function.
-    """
+    """Run the planned step on a device, with a new model and repeated samples; compare measured and planned memory."""
     if spec.world_size > 1 or isinstance(spec.train, TrainSpec):
         message = "only plans for one rank, with a `train` function, can be verified: pass a function () -> TrainSpec."
         raise PlanError(message)
