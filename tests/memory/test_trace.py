@@ -40,6 +40,19 @@ def test_envelope_matches_the_run(program: Program, sizes: list[int]) -> None:
         assert envelope.peak_bytes(m) == trace.peak_bytes == max(held_after_each_event(trace))
 
 
+@given(program=programs(), m=st.integers(1, 50), num_bytes=st.integers(0, 10**6))
+@pytest.mark.slow
+def test_a_temporary_allocation_raises_the_peak(program: Program, m: int, num_bytes: int) -> None:
+    """It raises the peak by its bytes, at twice the size by twice as much or slightly less, and is then freed."""
+    before = envelope_of(program)
+    after = before.with_temporary(m, num_bytes)
+
+    assert after.peak_bytes(m) == before.peak_bytes(m) + num_bytes
+    assert after.at_peak(m).by_category["temporaries"] >= before.at_peak(m).by_category["temporaries"] + num_bytes
+    assert before.peak_bytes(2 * m) <= after.peak_bytes(2 * m) <= before.peak_bytes(2 * m) + 2 * num_bytes
+    assert held_after_each_event(after.at(m))[-1] == held_after_each_event(before.at(m))[-1]
+
+
 @given(program=programs(), m=st.integers(1, 50))
 @pytest.mark.slow
 def test_categories_add_up_to_the_peak(program: Program, m: int) -> None:

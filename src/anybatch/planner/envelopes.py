@@ -103,8 +103,9 @@ def find_envelopes(
 
 
 def _with_workspaces(found: Envelopes, ready: StepSpec, size: int | None) -> Envelopes:
-    """Add memory that convolutions of a CPU allocate besides tensors, measured in a step with data if possible."""
-    if found.profile != "cpu" or not any("convolution" in one.kind for one in found.costs.traces[0].operations):
+    """Add memory that oneDNN's kernels allocate on a CPU besides tensors, measured in a step with data if possible."""
+    kernels = {one.kind if "convolution" in one.kind else one.name for one in found.costs.traces[0].operations}
+    if found.profile != "cpu" or kernels.isdisjoint(("convolution", "mkldnn_rnn_layer")):
         return found
     workspaces = ready.workspaces
     if ready.make is not None and size:
