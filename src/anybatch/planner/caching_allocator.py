@@ -90,7 +90,11 @@ def largest_that_fits(envelope: MemoryEnvelope, limit_bytes: int, *, expandable:
         return None if fits(1) else 0
     if upper == 0 or fits(upper):
         return upper
-    return bisect_left(range(1, upper), 1, key=lambda m: not fits(m))
+    low, high = 0, upper
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def rounded_bytes(num_bytes: int) -> int:

@@ -45,8 +45,6 @@ class Device:
 
 
 _FORMATS: tuple[Arithmetic, ...] = get_args(Arithmetic)
-
-
 _WANTED = '{"name": "My card", "memory": "24GiB", "teraflops": {"fp32": 30, "bf16": 120}, "gigabytes_per_second": 900}'
 
 

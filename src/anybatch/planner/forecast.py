@@ -47,8 +47,6 @@ GLOO_THREADS = 2
 MEASURED_RANKS = 3
 """Maximum ranks in the comparison of forecasts with measurements (benchmarks/forecast_error.py)."""
 _OVER_HOSTS = {"best": best_all_reduce, "ring": ring_all_reduce, "tree": tree_all_reduce, "gloo": gloo_all_reduce}
-
-
 _NUMBER_BYTES = 8
 _COUNT_NUMBERS = 4  # of each rank: whether it has failed, its count, whether it has samples, and a request
 
