@@ -13,10 +13,10 @@ SHARE_WITHIN_BUDGET = 0.95
 MAX_SIZES = {
     "engine": (11_541, 41),
     "diagnostics": (6_075, 27),
-    "planner": (5_210, 20),
+    "planner": (5_228, 20),
     "core": (5_229, 20),
     "parallel": (4_345, 19),
-    "recipes": (2_940, 15),
+    "recipes": (2_877, 15),
     "cli": (2_520, 18),
     "data": (2_236, 10),
     "events": (1_665, 9),
@@ -24,7 +24,7 @@ MAX_SIZES = {
     "norms": (1_143, 5),
     "integrations": (2_346, 9),
     "testing": (1_011, 7),
-    "memory": (834, 5),
+    "memory": (878, 5),
     ".": (700, 12),
 }
 """Lines and files of each folder of the library; "." is the files next to them. Lower a limit after a cut; a feature
