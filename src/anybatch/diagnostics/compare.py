@@ -133,24 +133,25 @@ class ComparisonReport:
         """The setups that may be the fastest, by the intervals of their times; empty if that may be any of several."""
         results = sorted(self._full_size_results, key=lambda result: result.seconds_per_sample)
         equal = tuple(result for result in results if result.time_relative_to(results[0]).low <= 1.0)
-        return () if self._doubt or len(equal) == len(results) > 1 else equal
+        return () if self.doubt or len(equal) == len(results) > 1 else equal
 
     @property
-    def _doubt(self) -> str:
+    def doubt(self) -> str:
+        """Why the times show no fastest setup; empty if they do."""
         if any(math.isinf(result.time_relative_to(result).high) for result in self.results):
             return "there was no time for 6 rounds; use a longer --seconds"
         return busy_cores(self.queued_share)
 
     def _fastest(self) -> str:
         if not (equal := self.fastest):
-            return f"no conclusion about speed: {self._doubt or 'the differences are smaller than the noise'}."
+            return f"no conclusion about speed: {self.doubt or 'the differences are smaller than the noise'}."
         names = ", ".join(result.way.name for result in equal)
         equally = " (equal within the noise)" * (len(equal) > 1)
         return f"fastest: {names}{equally}, {three_digits(1 / equal[0].seconds_per_sample)} samples/s."
 
     def _times(self, result: SetupResult, other: SetupResult, what: str) -> str:
         times = result.time_relative_to(other)
-        if self._doubt or times.low <= 1.0 <= times.high:
+        if self.doubt or times.low <= 1.0 <= times.high:
             return f"{what} does not clearly differ, {times}"
         return f"{times} times {what}"
 
