@@ -4,10 +4,12 @@ Four things differ between CPU and CUDA: the dtypes that autocast chooses, the m
 and whether optimizers use foreach by default.
 """
 
+import json
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib.resources import files
 from typing import Any, Literal
 
 import torch
@@ -24,46 +26,13 @@ AutocastPolicy = Literal["lower", "float32", "set_dtype", "append_dtype", "wides
 """Autocast policies of an operation: cast arguments to the lower dtype, or to float32; compute in float32 unless a
 dtype is given; pass float32 as an extra argument; cast to the widest dtype among the arguments; none."""
 
-# Source: ATen/autocast_mode.h of torch 2.13: AutocastCUDA's operations that AutocastCPU lacks or treats differently.
-# Operations that only AutocastCPU casts ("none" on CUDA) are read from the dispatcher. A test compares both with the
-# installed torch.
-POLICIES: Mapping[AutocastPolicy, tuple[str, ...]] = {
-    "lower": (
-        "addmv",
-        "addr",
-        "mv",
-        "einsum",
-        "chain_matmul",
-        "linalg_multi_dot",
-        "_convolution",
-        "convolution",
-        "_thnn_fused_lstm_cell",
-        "_thnn_fused_gru_cell",
-        "lstm_cell",
-        "gru_cell",
-        "rnn_tanh_cell",
-        "rnn_relu_cell",
-        "_scaled_dot_product_flash_attention",
-    ),
-    "float32": (
-        *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
-        *("sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm"),
-        *("native_layer_norm", "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim"),
-        *("cosine_similarity", "dist", "pdist", "renorm", "logsumexp", "upsample_nearest1d", "upsample_nearest2d"),
-        *("upsample_nearest3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
-        *("upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_trilinear3d"),
-        *("upsample_bicubic2d", "_upsample_bicubic2d_aa"),
-    ),
-    "set_dtype": (
-        *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm"),
-        *("linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList"),
-    ),
-    "append_dtype": ("norm.Scalar", "norm.ScalarOpt_dim"),
-    "widest": (
-        *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put"),
-        *("tensordot", "scatter_add"),
-    ),
-}
+POLICIES: Mapping[AutocastPolicy, Sequence[str]] = json.loads(
+    files("anybatch.planner").joinpath("autocast_policies.json").read_text(encoding="utf-8")
+)
+"""Operations that AutocastCPU lacks or treats differently (ATen/autocast_mode.h of torch 2.13); a test compares both.
+
+Operations that only AutocastCPU casts ("none" on CUDA) are read from the dispatcher.
+"""
 
 # Autocast policies are global to the process: one profile at a time.
 _LOCK = threading.RLock()

@@ -260,13 +260,9 @@ def _chosen(plan: Plan, label: str, choice: Combination | None) -> list[str]:
 
 def _sizes_of(fit: Fit, target: PlanTarget) -> list[str]:
     batch = plan_batch(target.effective_batch_size, fit.world_size, SplitOptions(micro_batch_size=fit.micro_batch_size))
-    lines = [
-        f"micro-batches of {fit.micro_batch_size}: {batch}",
-        f"{peak_text(fit, target.budget)}, of {in_bytes(target.budget.total_bytes)}",
-    ]
-    if fit.seconds is not None:
-        lines.append(_seconds_text(fit.seconds))
-    return lines
+    peak = f"{peak_text(fit, target.budget)}, of {in_bytes(target.budget.total_bytes)}"
+    seconds = [] if fit.seconds is None else [_seconds_text(fit.seconds)]
+    return [f"micro-batches of {fit.micro_batch_size}: {batch}", peak, *seconds]
 
 
 def _row(name: str, fit: Fit, budget: Budget) -> tuple[str, str, str, str, str]:
