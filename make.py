@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PROGRAMS = VENV / ("Scripts" if os.name == "nt" else "bin")
 STAMP = VENV / "anybatch-setup"
+TRAIN_STAMP = VENV / "anybatch-train"
 DOCS_STAMP = VENV / "anybatch-docs"
 CPU_CONSTRAINTS = ROOT / "constraints-cpu.txt"
 CACHES = (
@@ -61,10 +62,16 @@ VERSIONS = "import sys, torch; print('python', sys.version.split()[0], '| torch'
 def setup(arguments: Sequence[str] = ()) -> int:
     """Install everything into .venv, unless the last set-up is current."""
     refuse(arguments)
+    install(STAMP, ".[dev]", "./guide")
+    return 0
+
+
+def install(stamp: Path, *packages: str) -> None:
+    """Install packages of this folder into .venv, editable, and torch; unless the stamp says that they are there."""
     accelerated = shutil.which("nvidia-smi") is not None
     key = setup_key(accelerated=accelerated)
-    if STAMP.exists() and STAMP.read_text(encoding="utf-8") == key:
-        return 0
+    if any(path.exists() and path.read_text(encoding="utf-8") == key for path in (stamp, STAMP)):
+        return
     constraints = [] if accelerated else ["--constraint", CPU_CONSTRAINTS.name]
     if accelerated:
         print("set-up: NVIDIA driver found, so torch comes as the package index gives it, with CUDA")
@@ -74,10 +81,9 @@ def setup(arguments: Sequence[str] = ()) -> int:
     if not Path(venv_program("python")).exists():
         run([sys.executable, "-m", "venv", VENV.name], stop=True)
     pip = [venv_program("python"), "-m", "pip", "--disable-pip-version-check", "install"]
-    run([*pip, *constraints, "--editable", ".[dev]", "--editable", "./guide"], stop=True)
+    run([*pip, *constraints, *(word for package in packages for word in ("--editable", package))], stop=True)
     run([venv_program("python"), "-c", VERSIONS], stop=True)
-    STAMP.write_text(key, encoding="utf-8")
-    return 0
+    stamp.write_text(key, encoding="utf-8")
 
 
 def setup_key(*, accelerated: bool) -> str:
@@ -89,8 +95,8 @@ def setup_key(*, accelerated: bool) -> str:
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Train; arguments are passed to `anybatch train`."""
-    setup()
+    """Install what training needs, and train; arguments are passed to `anybatch train`."""
+    install(TRAIN_STAMP, ".[plot,recipes]")
     return run([venv_program("anybatch"), "train", *arguments])
 
 
