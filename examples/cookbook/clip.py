@@ -1,4 +1,4 @@
-"""CLIP: each image is compared with all texts of the effective batch, of all micro-batches and ranks.
+"""CLIP: each image is compared with all texts of the effective batch.
 
 By hand, accumulation compares only inside a micro-batch: fewer negatives, another loss. `ab.joint` encodes in
 micro-batches, computes the loss of the effective batch once, and needs the memory of one micro-batch.

@@ -1,4 +1,4 @@
-"""CTC on speech: each utterance is divided by the length of its text, then the mean is over utterances.
+"""CTC: each utterance is divided by the length of its text, then the mean is over utterances.
 
 By hand, equal shares for micro-batches overweight the utterances of a smaller last one, and torch's "mean" hides that
 it is over utterances, not over symbols. `ab.mean_over_samples` weighs each micro-batch by its utterances.

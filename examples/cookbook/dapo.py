@@ -1,4 +1,4 @@
-"""DAPO: one mean over all tokens of the effective batch, after dropping groups whose rewards are equal.
+"""DAPO: groups with equal rewards are dropped; one mean over all tokens of the effective batch.
 
 Dropped groups leave batches with different numbers of tokens. By hand, dividing each micro-batch by its own tokens
 gives short completions more weight; here the tokens of the effective batch are counted before the first backward.

@@ -1,4 +1,4 @@
-"""Detection as in DETR: a weighted mean over queries plus a mean over the boxes of the effective batch.
+"""Detection as in DETR: a weighted mean over queries plus a mean over boxes.
 
 By hand, DETR averages the number of boxes over ranks, but not over accumulated micro-batches: a box in a crowded one
 counts less. A micro-batch without boxes would divide by 0; the engine leaves a term without items out.

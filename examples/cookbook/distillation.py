@@ -1,4 +1,4 @@
-"""Distillation: the usual loss over targets plus the divergence from a teacher over all tokens, each with its count.
+"""Distillation: a mean over targets plus the divergence from a teacher over all tokens.
 
 By hand, `F.kl_div(reduction="batchmean")` divides by the rows of a micro-batch, and the two terms need different
 divisors: targets are masked, the teacher's tokens are not. `ab.sum_of` divides each term by its own count.

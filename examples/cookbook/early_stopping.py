@@ -1,4 +1,4 @@
-"""Early stopping: stop when the held-out loss no longer improves, on all ranks in the same epoch.
+"""Early stopping by the held-out loss, on all ranks in the same epoch.
 
 By hand, each rank evaluates its share and may stop alone, so that the others wait forever; and a mean of batch means
 is not the mean of the set. `engine.evaluate` returns the same numbers on every rank, for any micro-batch size.

@@ -1,4 +1,4 @@
-"""A schedule by epochs, stepped by your loop: the rate falls after every epoch, whatever the number of micro-batches.
+"""A schedule by epochs, stepped by your loop after the last batch of each epoch.
 
 By hand, a scheduler that is stepped after each backward falls as many times faster as there are micro-batches. A
 scheduler that you step yourself is unknown to the engine: `save_also` puts its state into checkpoints.

@@ -1,4 +1,4 @@
-"""Focal loss of a detector: a sum over all anchors, divided by the anchors with an object in the effective batch.
+"""Focal loss: a sum over all anchors, divided by the objects of the effective batch.
 
 By hand, a micro-batch without objects divides by 0 (or by 1, and counts too much), although its background still
 teaches the model. An `ab.LossSum` with the count 0 adds its sum; the engine divides by the count of the batch.

@@ -1,4 +1,4 @@
-"""A gradient penalty, the derivative of a derivative: the critic of WGAN-GP with the penalty inside the loss.
+"""A gradient penalty (a second derivative) inside the loss: the critic of WGAN-GP.
 
 By hand, the noise that mixes a real and a fake sample differs between splits, and a penalty outside of the loss is not
 divided with it. Here each sample brings its noise, and the loss returns one value per sample.
@@ -25,8 +25,8 @@ def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
     real, fake, share = batch
     mixed = (share * real + (1 - share) * fake).requires_grad_()
     (slope,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)
-    difference: Tensor = model(fake) - model(real)
-    return difference.squeeze(1) + 10 * (slope.norm(dim=1) - 1).square()
+    losses: Tensor = (model(fake) - model(real)).squeeze(1) + 10 * (slope.norm(dim=1) - 1).square()
+    return losses
 
 
 def train() -> nn.Module:

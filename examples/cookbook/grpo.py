@@ -1,4 +1,4 @@
-"""GRPO: advantages by group, clipped ratios, the mean over each completion's tokens, then over completions.
+"""GRPO: advantages by group; a mean over each completion's tokens, then over completions.
 
 The statistics of a group (or batch) are computed once, with the rewards, before the first backward. By hand, a
 micro-batch that cuts a group computes other advantages; here the steps may even shuffle completions over groups.

@@ -1,4 +1,4 @@
-"""GSPO: the ratio of whole sequences, clipped per completion, with advantages normalized over the effective batch.
+"""GSPO: ratios of whole sequences, with advantages normalized over the effective batch.
 
 The mean and deviation of the rewards are statistics of the effective batch, fixed before the first backward. By hand,
 they are usually computed in each micro-batch, and the advantages of a completion depend on its neighbours.

@@ -1,4 +1,4 @@
-"""A learning-rate finder: raise the rate in every step, take it where the loss fell fastest, and start again.
+"""A learning-rate finder: raise the rate in every step, and take it where the loss fell fastest.
 
 By hand, ranks choose rates by their own noisy losses; a report has the loss of the effective batch on every rank.
 """

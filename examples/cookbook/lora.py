@@ -1,4 +1,4 @@
-"""LoRA in plain PyTorch: the base is frozen, two small matrices train, and a checkpoint contains only them.
+"""LoRA: the base is frozen, and two small matrices train.
 
 By hand, adapters on several ranks often start from different random weights. The engine compares the replicas when it
 starts, reduces only the gradients of the adapters, and `save(only_trainable=True)` leaves the base out.

@@ -1,4 +1,4 @@
-"""Multi-token prediction: three heads, each with a mean over its own targets of the effective batch.
+"""Multi-token prediction: three heads, each with a mean over its own targets.
 
 The head for the token after next has one target less per document, so the terms have different counts. By hand, one
 divisor for all of them, or the mean of micro-batch means, gives documents other weights for each head.

@@ -1,4 +1,4 @@
-"""Parameter groups: no weight decay for biases, a smaller rate for the trunk, and one clipping over all of them.
+"""Parameter groups with their own decay and rate, and one clipping over all of them.
 
 By hand, clipping after each micro-batch (or per group) changes the direction of the gradient. The engine keeps the
 groups of the optimizer, and clips the gradient of the effective batch once, by its norm over all groups.

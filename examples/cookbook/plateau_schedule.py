@@ -1,4 +1,4 @@
-"""A schedule by plateaus: the rate falls when the loss of an epoch stops falling, on all ranks in the same epoch.
+"""A schedule by plateaus: the rate falls when the loss stops falling, on all ranks in the same epoch.
 
 By hand, ranks with different losses lower their rates in different epochs, and their weights drift apart. The loss of
 a report is the loss of the effective batch on every rank; `save_also` puts the scheduler's state into checkpoints.

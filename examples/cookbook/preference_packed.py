@@ -1,4 +1,4 @@
-"""Preference pairs (DPO), packed: all completions of a micro-batch are one row, without padding.
+"""Preference pairs (SimPO), packed: all completions of a micro-batch are one row, without padding.
 
 A packed row is not a sample, so by hand, a mean over rows counts nothing that the loss is about. The collate function
 keeps the lengths of the completions, from which the declaration counts the pairs of the effective batch.

@@ -1,4 +1,4 @@
-"""Preference pairs (DPO), padded: a sample is a pair, so no micro-batch separates a completion from its rival.
+"""Preference pairs (DPO), padded: a sample is a pair, so no micro-batch separates its completions.
 
 By hand, chosen and rejected completions are often rows of one batch, and a micro-batch of the first rows has no
 rejected ones. The reference is the policy before training; its log-probabilities are computed with the data.

@@ -1,4 +1,4 @@
-"""Two data sets with two tasks in one step: a classification and a regression share a model and the batch.
+"""Two data sets in one step: a classification and a regression share the model and the batch.
 
 A micro-batch may have few or no samples of a task. By hand, the mean over nothing is NaN, and a sample counts more if
 its task is rare in its micro-batch; each term of `ab.sum_of` is divided by its samples in the effective batch.

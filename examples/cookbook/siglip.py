@@ -1,4 +1,4 @@
-"""SigLIP: a sigmoid for each pair of an image and a text of the effective batch, divided by the number of images.
+"""SigLIP: a sigmoid for each pair of an image and a text of the effective batch.
 
 The loss is a sum over pairs, so by hand, micro-batches look additive, but pairs of different micro-batches and ranks
 are missing. `ab.joint` computes all of them, and trains the scale and the bias too.

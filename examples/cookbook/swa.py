@@ -1,4 +1,4 @@
-"""Stochastic weight averaging with torch's own tools: a constant rate at the end, and the mean of each epoch's weights.
+"""Stochastic weight averaging with torch's own tools.
 
 By hand, averages and schedules are easily counted in micro-batches. One `engine.step` is one optimizer step on your
 own module, so torch's tools work unchanged; `engine.save_also` puts their states into checkpoints.
