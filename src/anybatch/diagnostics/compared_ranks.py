@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from anybatch.core.batch import EffectiveBatch, Placement
 from anybatch.core.loss import declared
@@ -25,7 +25,7 @@ from anybatch.engine.user_code import collect_modules
 from anybatch.errors import AnyBatchError, MemoryExhaustedError
 from anybatch.memory.device_memory import begin_peak, driver_bytes, memory_in_use
 from anybatch.parallel.ddp import DDP
-from anybatch.parallel.dtensors import is_dtensor
+from anybatch.parallel.dtensors import gather
 from anybatch.parallel.strategy import Turn, trainable
 from anybatch.parallel.world import World
 
@@ -157,7 +157,7 @@ class _SetupMeasurement:
             engine.step(batch)
             figures.gradient_bytes = clock.timed(lambda: engine.step(batch)).message_bytes
         with self._engine(setup, without_randomness=True) as engine:
-            found = whole_tensors(engine.gradients(self._batch(setup)))
+            found = {name: g if g is None else gather(g) for name, g in engine.gradients(self._batch(setup)).items()}
         if self._world.rank == 0 and setup.num_samples == len(self._whole.sample_ids):
             figures.gradient_error = relative_error(found, self._native)
 
@@ -234,11 +234,3 @@ class _SetupMeasurement:
             return []
         # `DataParallel` uses all devices from one process, while the other ranks wait.
         return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
-
-
-def whole_tensors(gradients: Gradients) -> dict[str, Tensor | None]:
-    """Return the gradients, with shards gathered; every rank must call this."""
-    return {
-        name: cast("Any", value).full_tensor() if value is not None and is_dtensor(value) else value
-        for name, value in gradients.items()
-    }

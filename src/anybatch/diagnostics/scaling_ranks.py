@@ -20,7 +20,7 @@ from anybatch.engine.arguments import Hardware, TrainSpec
 from anybatch.engine.engine import Engine
 from anybatch.parallel.all_reduce import AllReduce
 from anybatch.parallel.ddp import DDP
-from anybatch.parallel.gradient_buckets import gradient_bytes
+from anybatch.parallel.gradient_buckets import bucket_members, gradient_bytes
 from anybatch.parallel.strategy import Strategy, trainable
 from anybatch.parallel.world import World
 
@@ -43,28 +43,15 @@ class BucketCut:
 
 
 def bucket_cuts(
-    gradient_sizes: Sequence[int], requested: Sequence[int] | None, current: int, *, minimum: int = 1
+    parameters: Sequence[torch.Tensor], requested: Sequence[int] | None, current: int, *, minimum: int = 1
 ) -> tuple[BucketCut, ...]:
     """Return the candidate bucket sizes in bytes, in ascending order; `current` is always among them."""
-    total = sum(gradient_sizes)
-    of_model = [max(1, ceil_div(total, parts)) for parts in _NUM_PARTS]
+    of_model = [max(1, ceil_div(gradient_bytes(parameters), parts)) for parts in _NUM_PARTS]
     candidates = requested if requested is not None else (*DEFAULT_BUCKET_SIZES, *of_model)
-    sizes = sorted({current, *(size for size in candidates if size >= minimum)})
-    cuts: dict[tuple[int, ...], list[int]] = {}
-    for size in sizes:
-        cuts.setdefault(buckets_of(gradient_sizes, size), []).append(size)
+    cuts: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for size in sorted({current, *(size for size in candidates if size >= minimum)}):
+        cuts.setdefault(tuple(bucket_members(parameters, size)), []).append(size)
     return tuple(BucketCut(len(buckets), tuple(same)) for buckets, same in cuts.items())
-
-
-def buckets_of(gradient_sizes: Sequence[int], bucket_bytes: int) -> tuple[int, ...]:
-    """Return the bytes of each bucket: gradients are added from the last parameter on, until `bucket_bytes`."""
-    closed, bucket = [], 0
-    for size in reversed(gradient_sizes):
-        bucket += size
-        if bucket >= bucket_bytes:
-            closed.append(bucket)
-            bucket = 0
-    return (*closed, bucket) if bucket else tuple(closed)
 
 
 LOADING_STEPS = 6
@@ -146,10 +133,10 @@ class RankMeasurement:
         load_seconds, load_processor_seconds = self._load()
         spec = self._train()
         modules = spec.model if isinstance(spec.model, torch.nn.Module) else torch.nn.ModuleDict(spec.model)
-        sizes = [gradient_bytes([parameter]) for parameter in trainable(modules).values()]
+        parameters = list(trainable(modules).values())
         # DDP's bucket size is in MiB.
         minimum = MEBIBYTE if self._settings.strategy == "ddp" else 1
-        cuts = bucket_cuts(sizes, self._bucket_sizes, self._settings.bucket_bytes, minimum=minimum)
+        cuts = bucket_cuts(parameters, self._bucket_sizes, self._settings.bucket_bytes, minimum=minimum)
         steps = self._interleaved_steps(self._kinds(cuts))
         loading: list[RankSeconds] = []
         loading_alone: list[RankSeconds] = []
@@ -166,11 +153,11 @@ class RankMeasurement:
             loading_alone=tuple(loading_alone),
             load_seconds=load_seconds,
             load_processor_seconds=load_processor_seconds,
-            messages=self._messages(sum(sizes)),
+            messages=self._messages(gradient_bytes(parameters)),
             cuts=cuts,
             micro_batch_size=self._settings.micro_batch_size,
             num_samples=len(self._batches[0].sample_ids),
-            gradient_bytes=sum(sizes),
+            gradient_bytes=gradient_bytes(parameters),
             device=str(self._world.device),
         )
 

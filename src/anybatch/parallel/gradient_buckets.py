@@ -45,7 +45,7 @@ class GradientBuffers:
         self._is_placed = False
         self._views: list[torch.Tensor] = [torch.empty(0)] * len(self._parameters)
         size = sys.maxsize if bucket_bytes is None else bucket_bytes
-        self.buckets = tuple(self._make_bucket(members) for members in _bucket_members(parameters, size))
+        self.buckets = tuple(self._make_bucket(members) for members in bucket_members(parameters, size))
         self._bucket_of = {number: index for index, bucket in enumerate(self.buckets) for number in bucket.members}
         # Number of gradients that each bucket still waits for before `on_bucket` is called.
         self._missing = [0] * len(self.buckets)
@@ -140,7 +140,7 @@ class GradientBuffers:
         return Bucket(flat, members)
 
 
-def _bucket_members(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[tuple[int, ...]]:
+def bucket_members(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> list[tuple[int, ...]]:
     """Group parameter indices into buckets of one device and accumulation dtype each.
 
     Buckets are filled in reverse parameter order, roughly the order in which a backward computes gradients.

@@ -18,13 +18,12 @@ from anybatch.diagnostics.scaling_ranks import (
     RankTimes,
     RunSettings,
     bucket_cuts,
-    buckets_of,
 )
 from anybatch.diagnostics.step_times import PhaseClock
 from anybatch.engine.arguments import TrainSpec
 from anybatch.engine.engine import Engine
 from anybatch.errors import UserError
-from anybatch.parallel.gradient_buckets import GradientBuffers
+from anybatch.parallel.gradient_buckets import bucket_members, gradient_bytes
 from anybatch.parallel.world import World
 from anybatch.records import PhaseRecord
 from tests.raising import raises
@@ -154,17 +153,7 @@ def test_invalid_numbers() -> None:
         measure_scaling(train, data, num_ranks=0)
 
 
-SIZES = (8, 400, 40, 4, 4000, 100, 12)
-
-
-def test_buckets_match_the_strategy() -> None:
-    """`buckets_of` and `GradientBuffers` give the same bytes per bucket, for the same parameters in the same order."""
-    parameters = [nn.Parameter(torch.zeros(size // 4)) for size in SIZES]
-    for bucket_bytes in (1, 12, 100, 113, 4000, 4100, 10**6):
-        buffers = GradientBuffers(parameters, bucket_bytes=bucket_bytes)
-        found = tuple(flat.numel() * flat.itemsize for flat in buffers.flats)
-        buffers.close()
-        assert buckets_of(SIZES, bucket_bytes) == found
+PARAMETERS = [nn.Parameter(torch.zeros(size // 4)) for size in (8, 400, 40, 4, 4000, 100, 12)]
 
 
 def test_sizes_that_make_the_same_buckets_are_one_trial() -> None:
@@ -172,14 +161,14 @@ def test_sizes_that_make_the_same_buckets_are_one_trial() -> None:
 
     Only requested sizes and the one in use are tried, if there are any, without sizes below the strategy's minimum.
     """
-    cuts = bucket_cuts(SIZES, None, current=1)
+    cuts = bucket_cuts(PARAMETERS, None, current=1)
 
-    total = sum(SIZES)
+    total = gradient_bytes(PARAMETERS)
     assert [cut.num_buckets for cut in cuts] == sorted((cut.num_buckets for cut in cuts), reverse=True)
-    assert (cuts[0].num_buckets, cuts[0].sizes) == (len(SIZES), (1,))
+    assert (cuts[0].num_buckets, cuts[0].sizes) == (len(PARAMETERS), (1,))
     assert cuts[-1].num_buckets == 1
     assert set(DEFAULT_BUCKET_SIZES) <= set(cuts[-1].sizes)
     assert total in cuts[-1].sizes
-    assert len({buckets_of(SIZES, cut.sizes[0]) for cut in cuts}) == len(cuts)
-    assert {size for cut in bucket_cuts(SIZES, [50, 200], current=7) for size in cut.sizes} == {7, 50, 200}
-    assert {size for cut in bucket_cuts(SIZES, [50, 200], current=7, minimum=60) for size in cut.sizes} == {7, 200}
+    assert len({tuple(bucket_members(PARAMETERS, cut.sizes[0])) for cut in cuts}) == len(cuts)
+    assert {size for cut in bucket_cuts(PARAMETERS, [50, 200], current=7) for size in cut.sizes} == {7, 50, 200}
+    assert {size for cut in bucket_cuts(PARAMETERS, [50, 200], current=7, minimum=60) for size in cut.sizes} == {7, 200}

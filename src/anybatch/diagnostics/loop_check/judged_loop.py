@@ -168,9 +168,7 @@ class JudgedLoop:
 
     def __init__(self, function: Callable[..., Any], time_limit_seconds: float) -> None:
         if not callable(function):
-            message = (
-                f"a loop is a function like train(model, loader, optimizer, accumulation_steps), not {function}."
-            )
+            message = f"a loop is a function like train(model, loader, optimizer, accumulation_steps), not {function}."
             raise LoopError(message)
         names = _names_used(function)
         roles = _roles_in_signature(function, names)
