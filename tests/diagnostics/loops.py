@@ -445,6 +445,11 @@ def spinning(model, loader, optimizer, accumulation_steps):
         pass
 
 
+def without_steps(model, loader, optimizer, accumulation_steps):
+    for x, y in loader:
+        (F.cross_entropy(model(x), y) / accumulation_steps).backward()
+
+
 # On several ranks
 
 
@@ -588,7 +593,7 @@ WRONG = {
     short_of_data: {"samples_missing"},
     across_samples: {"not_a_weighted_sum"},
     endless: {"does_not_end"},
-    spinning: {"never_steps", "does_not_end"},
+    without_steps: {"never_steps"},
     class_weights_per_micro_batch: {"mean_of_weighted_means"},
     clip_after_the_step: {"clips_after_step"},
     looks_ahead: {"tail_carried"},

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from anybatch.diagnostics.loop_check.judge import LoopJudge
 from anybatch.diagnostics.loop_check.judged_loop import JudgedLoop, prepare_process
-from anybatch.diagnostics.loop_check.probe import TARGET_KINDS, LoopStopped, LoopTrace, TargetKind, time_limit
+from anybatch.diagnostics.loop_check.probe import TARGET_KINDS, LoopTrace, TargetKind
 from anybatch.diagnostics.loop_check.report import LoopReport, LoopVerdict
 from anybatch.diagnostics.loop_check.sandbox import run_in_sandbox
 from anybatch.errors import LoopError
@@ -24,7 +24,6 @@ from anybatch.parallel.launchers import rank_context, set_launch_variables
 from anybatch.testing.ranks import PRELOADED, RankPool
 
 NUM_RANKS = 2
-IMPORT_SECONDS, MAX_RUNS = 60.0, 20
 Loop = Callable[..., Any]
 
 
@@ -33,7 +32,7 @@ def check_loop(
     *,
     data: TargetKind | None = None,
     ranks: Literal[1, 2] | None = None,
-    time_limit_seconds: float = 20.0,
+    time_limit_seconds: float = 120.0,
     returns_loop: bool = False,
 ) -> LoopReport:
     """Check whether the steps of an unchanged training loop use the gradients of their unsplit batches.
@@ -48,30 +47,21 @@ def check_loop(
         function: the loop.
         data: the kind of targets: "classes", "tokens", "values" or "scores" (0 and 1); None: all that the loop accepts.
         ranks: number of ranks; None: 2 if the loop uses torch.distributed, else 1.
-        time_limit_seconds: a run of the loop that takes longer is stopped.
+        time_limit_seconds: a check that takes longer is stopped, and raises an error.
         returns_loop: the function imports the loop and returns it; it runs in the subprocess.
 
     Raises:
         LoopError: a parameter is unknown, or the loop raised an error, whose traceback is in the message.
     """
     work = partial(_judge, function, data, ranks, time_limit_seconds, returns_loop=returns_loop)
-    return run_in_sandbox(work, timeout_seconds=IMPORT_SECONDS + MAX_RUNS * time_limit_seconds)
+    return run_in_sandbox(work, timeout_seconds=time_limit_seconds)
 
 
 def _judge(
     function: Loop, data: TargetKind | None, ranks: Literal[1, 2] | None, seconds: float, *, returns_loop: bool
 ) -> LoopReport:
     """Return the report on a loop; runs in the sandbox."""
-    try:
-        with time_limit(IMPORT_SECONDS):
-            function = function() if returns_loop else function
-    except LoopStopped:
-        message = (
-            f"importing the loop took more than {IMPORT_SECONDS:g} seconds and was stopped. If its file trains on "
-            'import, put the call under if __name__ == "__main__".'
-        )
-        raise LoopError(message) from None
-    base_loop = JudgedLoop(function, seconds)
+    base_loop = JudgedLoop(function() if returns_loop else function)
     num_ranks = NUM_RANKS if (base_loop.uses_ranks if ranks is None else ranks > 1) else 1
     if num_ranks == 1:
         prepare_process(in_group=base_loop.uses_ranks)
@@ -84,7 +74,7 @@ def _judge(
         # Other data often run too, with another meaning: skip them. Loops with float32 tensors need float32.
         if kind not in ran and not (ran and (kind in {"values", "scores"} or base_loop.is_for_tokens)):
             try:
-                ran[kind] = _run_all(base_loop.changed(kind=kind, dtype=dtype), num_ranks)
+                ran[kind] = _run_all(base_loop.changed(kind=kind, dtype=dtype), num_ranks, seconds)
             except LoopError as error:
                 failures.setdefault(kind, error)
     if num_ranks > 1:
@@ -104,28 +94,28 @@ def _judge(
     return _merge_reports(reports)
 
 
-def _run_all(loop: JudgedLoop, num_ranks: int) -> list[tuple[JudgedLoop, Sequence[LoopTrace]]]:
+def _run_all(loop: JudgedLoop, num_ranks: int, seconds: float) -> list[tuple[JudgedLoop, Sequence[LoopTrace]]]:
     """Run a loop once for each of its models, and return the runs whose model is trained, or else the first run."""
     runs = []
     for watched in range(len(loop.models)):
         loop = loop.changed(watched=watched)
         try:
-            traces = _traces_of(loop, num_ranks)
+            traces = _traces_of(loop, num_ranks, seconds)
         except LoopError as error:
             number = re.search(r"values to unpack \(expected (\d+)", str(error))
             if number is None or loop.num_outputs > 1:
                 raise
             loop = loop.changed(num_outputs=int(number[1]))  # the model may return several values
-            traces = _traces_of(loop, num_ranks)
+            traces = _traces_of(loop, num_ranks, seconds)
         runs.append((loop, traces))
     return [run for run in runs if run[1][0].steps] or runs[:1]
 
 
-def _traces_of(loop: JudgedLoop, num_ranks: int) -> Sequence[LoopTrace]:
+def _traces_of(loop: JudgedLoop, num_ranks: int, seconds: float) -> Sequence[LoopTrace]:
     if num_ranks == 1:
         return (loop.run(),)
     forks = multiprocessing.get_context("fork") if sys.platform == "linux" else rank_context(*PRELOADED)
-    with RankPool(num_ranks, timeout_seconds=2 * loop.time_limit_seconds, context=forks) as pool:
+    with RankPool(num_ranks, timeout_seconds=seconds / 4, context=forks) as pool:
         outcomes = pool.outcomes(run_on_rank, loop)
     if lost := [outcome.error for outcome in outcomes if outcome.error is not None]:
         raise LoopError(lost[0])

@@ -25,7 +25,6 @@ from anybatch.diagnostics.loop_check.probe import (
     RowModel,
     TargetKind,
     make_data,
-    time_limit,
 )
 from anybatch.errors import LoopError
 from anybatch.parallel.launchers import set_launch_variables
@@ -166,7 +165,7 @@ class GuessedSettings:
 class JudgedLoop:
     """A loop, the arguments that it needs by its signature and the names in its code, and the data that it runs on."""
 
-    def __init__(self, function: Callable[..., Any], time_limit_seconds: float) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         if not callable(function):
             message = f"a loop is a function like train(model, loader, optimizer, accumulation_steps), not {function}."
             raise LoopError(message)
@@ -177,7 +176,7 @@ class JudgedLoop:
             roles = {name: "loader" if role == "dataset" else role for name, role in roles.items()}
         settings = {role_of(name) for name in names} & _SETTINGS if "settings" in roles.values() else set()
         code = getattr(inspect.unwrap(function), "__code__", None)
-        self.function, self.time_limit_seconds = function, time_limit_seconds
+        self.function = function
         self.name: str = getattr(function, "__name__", "the loop")
         self.file: str | None = None if code is None else code.co_filename  # None for a callable object
         self.roles: Mapping[str, str] = roles  # parameter name -> role, for all parameters that are recognised
@@ -238,7 +237,7 @@ class JudgedLoop:
             models[name] = RowModel(data, gain, other, self.num_outputs, is_watched=name == watched)
             models[name].gain_of_made = 2.0 if re.search("disc|critic|d$", name.lower()) else 1.0
         loader = ProbeLoader(data, self.ids if ids is None else ids, size, recorder)
-        with _scaled_by(loss_scale), _CudaIsCpu(), recorder, time_limit(self.time_limit_seconds):
+        with _scaled_by(loss_scale), _CudaIsCpu(), recorder:
             optimizers = self._optimizers(models)
             values = self._values(models[watched], next(iter(optimizers.values())), loader, steps, epochs)
             values["settings"] = GuessedSettings(values, recorder.trace.guesses)

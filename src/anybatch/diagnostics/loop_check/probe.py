@@ -12,9 +12,7 @@ weight of each sample can be read from the gradient, for any loss.
 import inspect
 import itertools
 import re
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args
 
@@ -227,24 +225,6 @@ class Recorder:
         while frame is not None and frame.f_code.co_filename != self._file:
             frame = frame.f_back
         return None if frame is None else frame.f_lineno
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `LoopStopped` in the main thread after `seconds`; no-op on Windows."""
-
-    def stop(*_: object) -> None:
-        raise LoopStopped
-
-    if not hasattr(signal, "setitimer"):
-        yield
-        return
-    signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again every second, for loops that catch everything
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 def is_close(found: Tensor, expected: Tensor) -> bool:

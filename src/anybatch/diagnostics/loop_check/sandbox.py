@@ -64,7 +64,10 @@ def run_in_sandbox(work: Callable[[], ResultT], *, timeout_seconds: float) -> Re
         theirs.close()
         try:
             if not ours.poll(timeout_seconds):
-                message = f"checking the loop took more than {timeout_seconds:g} seconds and was stopped."
+                message = (
+                    f"checking the loop took more than {timeout_seconds:g} seconds and was stopped. If its file trains "
+                    'on import, put the call under if __name__ == "__main__".'
+                )
                 raise LoopError(message)
             value, error = ours.recv()
         except EOFError:
