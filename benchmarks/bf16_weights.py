@@ -191,8 +191,7 @@ def rows_of_memory() -> list[str]:
     ]
     num_weights = sum(one.numel() for one in stack().parameters())
     for name, engine in engines.items():
-        recording = record_memory(engine)
-        with recording:
+        with record_memory(engine) as recording:
             engine.step(batch)
         measured = recording.report.timeline.peak_bytes
         ratios = [one / base for one, base in zip(seconds[name], seconds["float32 copies"], strict=True)]

@@ -217,8 +217,8 @@ class Allocator:
 
     def __call__(self) -> MemoryInUse:
         self.num_read += 1
-        held = 0 if self.recording is None else self.recording._ledger.held_bytes  # noqa: SLF001 (its device)
-        peak = 0 if self.recording is None else self.recording._ledger.peak_bytes + MIB  # noqa: SLF001
+        held = 0 if self.recording is None else self.recording.ledger.held_bytes
+        peak = 0 if self.recording is None else self.recording.ledger.peak_bytes + MIB
         return MemoryInUse(
             held, peak, reserved_bytes=-(-held // MIB) * MIB + MIB, limit_bytes=None, num_retries=min(self.num_read, 3)
         )
@@ -227,9 +227,8 @@ class Allocator:
 def test_an_allocator_is_read_at_the_peak() -> None:
     """Reserved and allocated memory are read at the tensor peak; workspaces are the rest."""
     engine, allocator = make_engine(), Allocator()
-    recording = MemoryRecording(engine, limit_bytes=None, headroom=0.15, allocator=allocator)
-    allocator.recording = recording
-    with recording:
+    with record_memory(engine, allocator=allocator) as recording:
+        allocator.recording = recording
         engine.step(data())
     report = recording.report
     seen = report.timeline.peak_bytes

@@ -240,8 +240,7 @@ def test_given_batches_are_planned_to_the_byte(micro: int | None) -> None:
     engine = ab.Engine(model, adamw, loss, micro_batch_size=plan.baseline.micro_batch_size, check_loss=False)
     batch = torch.zeros(size, WIDTH)
     engine.step(batch)
-    recording = record_memory(engine)
-    with recording:
+    with record_memory(engine) as recording:
         engine.step(batch)
 
     assert plan.baseline.micro_batch_size == (micro or size)
@@ -264,8 +263,7 @@ def test_bf16_weights_match_the_plan(way: Bf16Weights, monkeypatch: pytest.Monke
     engine = ab.Engine(Net(256).bfloat16(), adamw, loss, micro_batch_size=2, bf16_weights=way, check_loss=False)
     batch = sample.expand(4, 256).clone()
     engine.step(batch)
-    recording = record_memory(engine)
-    with recording:
+    with record_memory(engine) as recording:
         engine.step(batch)
 
     assert planned == recording.report.timeline.peak_bytes

@@ -153,9 +153,9 @@ def run_engine(setting: PlaygroundSetting, task: PlaygroundTask, metrics: StepMe
         )
         with engine, view.watching(parts[0]):
             for step, batch in enumerate(batches_of(setting, task)):
-                recording = record_memory(engine) if step == metrics.measured_step else None
+                recorded = record_memory(engine) if step == metrics.measured_step else nullcontext()
                 # Leave these contexts before the metrics use memory, which does not belong to the step.
-                with recording or nullcontext(), limited(setting, task, parts):
+                with recorded as recording, limited(setting, task, parts):
                     engine.step(batch)
                 if recording is not None:
                     metrics.add_memory(recording.report.timeline)

@@ -216,8 +216,7 @@ class _SetupMeasurement:
         with self._engine(setup) as engine:
             batch = self._batch(setup)
             engine.step(batch)
-            recording = record_memory(engine)
-            with recording:
+            with record_memory(engine) as recording:
                 engine.step(batch)
             # DDP allocates its buckets in C++, which the recording does not cover.
             buckets = self._gradient_bytes if setup.strategy in ("ddp", None) else 0

@@ -1,11 +1,11 @@
 """Measured memory of a step: over time, by purpose, and how much of the device remains free."""
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record, StepRecord
 from anybatch.core.tree import tensors_of
@@ -126,31 +126,22 @@ class MemoryReport:
 
 
 class MemoryRecording:
-    """Context manager that records the memory of an engine's steps; see `record_memory`."""
+    """The memory of an engine's steps while it is recorded; see `record_memory`."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        limit_bytes: int | None,
-        headroom: float,
-        allocator: Callable[[], MemoryInUse | None] | None,
-    ) -> None:
-        self._engine = engine
-        self._device = engine.world.device
-        self._limit_bytes = limit_of(self._device) if limit_bytes is None else limit_bytes
-        self._headroom = headroom
-        self._allocator = allocator
-        self._ledger = MemoryLedger(on_allocation=self._watch, device_type=self._device.type)
+    def __init__(self, engine: Engine, allocator: Callable[[], MemoryInUse | None] | None) -> None:
+        self._engine, self._allocator = engine, allocator
+        self.ledger = MemoryLedger(on_allocation=self._watch, device_type=engine.world.device.type)
+        self.ledger.phase = "setup"
+        self.register_resident()
+        now = None if allocator is None else allocator()
+        self._retries_before = 0 if now is None else now.num_retries
         self._seen_bytes = 0
         self._at_peak: MemoryInUse | None = None
-        self._retries_before = 0
         self._allocated_peak_bytes = 0
         self._loading = 0
         self._last_mark = ""
         self._steps: list[StepRecord] = []
         self._report: MemoryReport | None = None
-        self._stack = ExitStack()
 
     @property
     def report(self) -> MemoryReport:
@@ -161,29 +152,6 @@ class MemoryRecording:
             )
             raise UserError(message, code="no_report_yet")
         return self._report
-
-    def __enter__(self) -> Self:
-        """Register the engine's existing memory, and begin to record."""
-        self._ledger.phase = "setup"
-        self._register_resident()
-        if self._allocator is not None:
-            begin_peak(self._device)
-            now = self._allocator()
-            self._retries_before = 0 if now is None else now.num_retries
-        # If the ledger (which records allocations) cannot be entered, stop observing the engine.
-        with ExitStack() as stack:
-            stack.enter_context(self._engine.observed_by(self, self._register_inputs))
-            stack.enter_context(self._ledger)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Stop recording and create the report."""
-        self._stack.close()
-        # After an error the last step is incomplete, and a report would be misleading.
-        if error is None and self._steps:
-            self._report = self._make_report()
-        self._ledger.forget()
 
     def observe(self, record: Record, /) -> None:
         """Set the phase of the step, and register new permanent memory."""
@@ -203,35 +171,35 @@ class MemoryRecording:
         """Set the phase, which lasts until the next phase. `MemoryLedger` itself separates forward and backward."""
         begins = record.event == "begin"
         if record.name == "load":
-            # Memory of loading is not counted; `_register_inputs` counts the loaded micro-batch.
-            self._ledger.phase, self._ledger.paused = "setup" if begins else None, begins
+            # Memory of loading is not counted; `register_inputs` counts the loaded micro-batch.
+            self.ledger.phase, self.ledger.paused = "setup" if begins else None, begins
             self._loading = record.position or 0
             return
         if record.name == "forward_backward":
-            self._ledger.phase = None if begins else "reduce"
+            self.ledger.phase = None if begins else "reduce"
         elif begins:
-            self._ledger.phase = record.name
+            self.ledger.phase = record.name
             if record.name == "clip":
                 self._mark("update")
         if not begins:
-            self._register_resident()
+            self.register_resident()
 
-    def _register_resident(self) -> None:
+    def register_resident(self) -> None:
         """Register the engine's permanent memory; the end of each phase calls this for memory allocated in it."""
         for category, tensors in self._engine.resident_tensors().items():
-            self._ledger.categorize(category, tensors)
+            self.ledger.categorize(category, tensors)
 
-    def _register_inputs(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
+    def register_inputs(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
         """Register a loaded micro-batch. Memory of the data set and of loading is not counted."""
         self._mark(f"micro-batch {self._loading + 1}")
-        self._ledger.phase = "setup"
-        self._ledger.categorize("inputs", tensors_of(batch))
-        self._ledger.phase = None
+        self.ledger.phase = "setup"
+        self.ledger.categorize("inputs", tensors_of(batch))
+        self.ledger.phase = None
 
     def _mark(self, name: str) -> None:
         """Add a mark unless the previous mark has its name, as in the second pass of an `ab.joint` loss."""
         if name != self._last_mark:
-            self._ledger.mark(name)
+            self.ledger.mark(name)
             self._last_mark = name
 
     def _watch(self, held_bytes: int, _num_bytes: int, _operation: str) -> None:
@@ -240,16 +208,19 @@ class MemoryRecording:
             self._seen_bytes = held_bytes
             self._at_peak = self._allocator()
 
-    def _make_report(self) -> MemoryReport:
+    def make_report(self, limit_bytes: int | None, headroom: float) -> None:
+        """Create the report on the recorded steps, if there are any."""
+        if not self._steps:
+            return
         last = self._steps[-1]
-        return MemoryReport(
-            timeline=timeline(self._ledger.trace()),
-            device=str(self._device),
+        self._report = MemoryReport(
+            timeline=timeline(self.ledger.trace()),
+            device=str(self._engine.world.device),
             num_steps=len(self._steps),
             num_samples=last.num_samples,
             num_micro_batches=last.num_micro_batches,
-            limit_bytes=self._limit_bytes,
-            headroom=self._headroom,
+            limit_bytes=limit_bytes,
+            headroom=headroom,
             allocator=self._allocator_report(),
             decided=self._engine.decisions.get("micro_batch_size"),
         )
@@ -267,12 +238,14 @@ class MemoryRecording:
         )
 
 
+@contextmanager
 def record_memory(
     engine: Engine,
     *,
     limit_bytes: int | None = None,
     headroom: float = HEADROOM,
-) -> MemoryRecording:
+    allocator: Callable[[], MemoryInUse | None] | None = None,
+) -> Iterator[MemoryRecording]:
     """Record the memory of the steps in a `with` block, tensor by tensor.
 
     ```python
@@ -290,11 +263,17 @@ def record_memory(
         engine: the engine to record. Its observer still receives records.
         limit_bytes: available memory; None: the limit of this process on the device, or no limit on a CPU.
         headroom: fraction of the limit to keep free.
+        allocator: function that reads the allocator's counters; None: torch's on CUDA, no allocator on a CPU.
     """
     device = engine.world.device
-    return MemoryRecording(
-        engine,
-        limit_bytes=limit_bytes,
-        headroom=headroom,
-        allocator=partial(memory_in_use, device) if device.type == "cuda" else None,
-    )
+    begin_peak(device)
+    if allocator is None and device.type == "cuda":
+        allocator = partial(memory_in_use, device)
+    recording = MemoryRecording(engine, allocator)
+    try:
+        with engine.observed_by(recording, recording.register_inputs), recording.ledger:
+            yield recording
+        # After an error the last step is incomplete, and a report would be misleading.
+        recording.make_report(limit_of(device) if limit_bytes is None else limit_bytes, headroom)
+    finally:
+        recording.ledger.forget()

@@ -73,8 +73,7 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification
         batch = repeated(spec.sample, num_micro_batches * size)
         # The first step creates the optimizer's state; the plan is for a later step.
         too_large = engine.step(batch).too_large
-        recording = record_memory(engine)
-        with recording:
+        with record_memory(engine) as recording:
             too_large += engine.step(batch).too_large
         outside = outside_bytes(device)
     found = recording.report
