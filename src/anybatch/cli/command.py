@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Literal, NoReturn, Protocol, TypeVar, get_args
+from typing import Any, Final, Literal, NoReturn, TypeVar, get_args
 
 from anybatch.cli.status import ParserExit, Status
 from anybatch.core.collectives import parse_link
@@ -107,6 +107,11 @@ class Parser(argparse.ArgumentParser):
             kind = "option" if unknown[0].startswith("-") else "argument"
             self.error(f"unknown {kind} {unknown[0]!r}")
         return values
+
+    @property
+    def options(self) -> list[argparse.Action]:
+        """All options and arguments."""
+        return self._actions
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Print the message and end the command."""
@@ -285,15 +290,8 @@ def add_figure(add: Callable[..., object], drawn: str) -> None:
     add("--figure", type=picture_file, metavar="FILE", help=f"draw {drawn}: .png, .svg or .pdf")
 
 
-class OutputOptions(Protocol):
-    """The values of the options that every command with a result has."""
-
-    @property
-    def verb(self) -> str: ...  # noqa: D102 (the name of the command)
-    @property
-    def json(self) -> Path | None: ...  # noqa: D102 (a file, or STDOUT)
-    @property
-    def quiet(self) -> bool: ...  # noqa: D102
+OutputOptions = Any
+"""A value with the fields `verb`, `json` and `quiet`, and perhaps `figure`: the options of a command."""
 
 
 def print_report(

@@ -52,14 +52,18 @@ class WrittenRecipe:
 
 def run(argv: Sequence[str]) -> int:
     """Write a recipe to a new file; return the exit status."""
-    parser = Parser(
-        "init", "Write a starter recipe that runs as written: a file with a function that returns an ab.Job."
-    )
-    parser.add_argument("file", type=Path, metavar="FILE.py", help="file to write; must not exist")
-    args = parser.parse(argv)
+    args = make_parser().parse(argv)
     write_recipe(args.file)
     written = WrittenRecipe(args.file)
     return print_report(f"wrote {args.file}. Run it: {written.command}", written, args)
+
+
+def make_parser() -> Parser:
+    """Return the parser of this command."""
+    description = "Write a starter recipe that runs as written: a file with a function that returns an ab.Job."
+    parser = Parser("init", description)
+    parser.add_argument("file", type=Path, metavar="FILE.py", help="file to write; must not exist")
+    return parser
 
 
 def write_recipe(file: Path) -> None:

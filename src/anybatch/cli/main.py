@@ -48,6 +48,8 @@ VERBS = (
     Verb("guide", "Explore what happens in a step, in the browser", extra="guide"),
     Verb("init", "Write a starter recipe"),
     Verb("env", "Print versions and hardware for a bug report"),
+    Verb("mcp", "Serve plan, check, tune, advise and compare as tools for agents", extra="mcp"),
+    Verb("completion", "Print a script that completes commands in bash, zsh or fish", extra="completion"),
 )
 
 

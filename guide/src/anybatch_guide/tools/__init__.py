@@ -1,0 +1,1 @@
+"""Commands for other programs: tools for agents (`anybatch mcp`), and completion in shells."""
