@@ -29,7 +29,7 @@ def encode(model: nn.ParameterDict, batch: list[Tensor]) -> tuple[Tensor, Tensor
 def loss(model: nn.ParameterDict, features: tuple[Tensor, Tensor]) -> Tensor:
     """Return the loss of Radford et al. (2021, arXiv 2103.00020) of the effective batch."""
     images, texts = features
-    logits, own = model["log_scale"].exp() * images @ texts.T, torch.arange(len(images))
+    logits, own = model["log_scale"].exp() * images @ texts.T, torch.arange(len(images), device=images.device)
     return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
 
 

@@ -31,7 +31,7 @@ def loss(model: nn.ParameterDict, features: tuple[Tensor, Tensor]) -> Tensor:
     """Return the loss of Zhai et al. (2023, arXiv 2303.15343) of the effective batch."""
     images, texts = features
     logits = model["log_scale"].exp() * images @ texts.T + model["bias"]
-    return -F.logsigmoid(logits * (2 * torch.eye(len(images)) - 1)).sum() / len(images)
+    return -F.logsigmoid(logits * (2 * torch.eye(len(images), device=images.device) - 1)).sum() / len(images)
 
 
 def train() -> nn.Module:

@@ -30,8 +30,8 @@ def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
 def train() -> nn.Module:
     """Train in micro-batches of at most 4 samples; return the mean of the weights of the last 3 epochs."""
     model, optimizer, batches = setup()
-    average, rate = torch.optim.swa_utils.AveragedModel(model), torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.1)
     with ab.Engine(model, optimizer, ab.mean_over_samples(loss), micro_batch_size=4) as engine:
+        average, rate = torch.optim.swa_utils.AveragedModel(model), torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.1)
         engine.save_also(rate=rate, average=average)
         for batch in batches:
             engine.step(batch)
