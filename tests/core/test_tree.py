@@ -1,6 +1,6 @@
 """Batches of any structure can be counted, sliced and reassembled."""
 
-from collections import OrderedDict, UserDict
+from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from anybatch.core.tree import count_samples, flatten_batch, join_samples, slice_samples, tensors_of
+from anybatch.core.tree import copied, count_samples, flatten_batch, join_samples, slice_samples, tensors_of
 from anybatch.errors import DataError
 from tests.faults import sees
 from tests.raising import raises
@@ -143,6 +143,17 @@ def test_batch_encodings_keep_their_type() -> None:
     assert count_samples(batch) == 4
     assert piece.input_ids.tolist() == [[3, 4, 5], [6, 7, 8]]
     assert piece["labels"].tolist() == [1, 2]
+
+
+def test_copies_of_a_defaultdict_have_its_factory() -> None:
+    """A copied defaultdict creates entries as before, and shares none."""
+    metrics = {"train": defaultdict(list, {"loss": [1.0]})}
+    twin = copied(metrics)
+    twin["train"]["loss"].append(2.0)
+    twin["train"]["norm"].append(3.0)
+
+    assert metrics == {"train": {"loss": [1.0]}}
+    assert twin == {"train": {"loss": [1.0, 2.0], "norm": [3.0]}}
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def _rebuild_mapping(node: Mapping[Any, Any], values: dict[Any, Any]) -> Tree:
     try:
         return type(node)(values)  # type: ignore[call-arg]
     except TypeError:  # such as defaultdict, whose first argument is its factory
-        return values
+        return node | values if isinstance(node, dict) else values
 
 
 def carries_samples(leaf: object) -> bool:

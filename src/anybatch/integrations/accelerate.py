@@ -277,7 +277,7 @@ class _Guard:
     """Detects updates and cleared gradients between the micro-batches of a window."""
 
     def __init__(self, models: tuple[nn.Module, ...]) -> None:
-        is_sharded = any(isinstance(module, FSDPModule) for model in models for module in model.modules())
+        is_sharded = any(isinstance(uncompiled(model), FSDPModule) for model in models)
         # FSDP keeps gradients elsewhere until it reduces them.
         self._parameters = [] if is_sharded else [p for m in models for p in m.parameters() if p.requires_grad]
         self._last: tuple[list[int], list[int], list[int]] | None = None
@@ -302,7 +302,7 @@ class _Guard:
         self._last = state
 
     def _state(self) -> tuple[list[int], list[int], list[int]]:
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        gradients = [gradient for parameter in self._parameters if (gradient := parameter.grad) is not None]
         weights, changes = (num_changes(tensors, "ab.windows") for tensors in (self._parameters, gradients))
         return weights, [id(gradient) for gradient in gradients], changes
 

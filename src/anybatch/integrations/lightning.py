@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from anybatch.core.geometry import checked_int
+from anybatch.core.tree import copied
 from anybatch.data.options import upper_limit
 from anybatch.errors import BatchSizeError, DataError, LossError, UserError
 from anybatch.integrations import loops
@@ -273,11 +274,11 @@ class _StepLog:
 
 def _restoring(metrics: list[Metric]) -> Callable[[], None]:
     """Return a function that gives metrics the state that they have now."""
-    states = [(metric, loops.copied_state(metric.metric_state), metric._update_count) for metric in metrics]  # noqa: SLF001
+    states = [(metric, copied(metric.metric_state), metric._update_count) for metric in metrics]  # noqa: SLF001
 
     def restore() -> None:
         for metric, state, update_count in states:
-            vars(metric).update(loops.copied_state(state), _update_count=update_count, _computed=None)
+            vars(metric).update(copied(state), _update_count=update_count, _computed=None)
 
     return restore
 

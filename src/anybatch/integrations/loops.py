@@ -3,7 +3,6 @@
 The host (a trainer) owns the model wrapper, optimizer, clipping and loop. A step reduces gradients once.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -299,11 +298,8 @@ class HostStep:
                 reduces = self._is_sharded and number == last
                 with nullcontext() if reduces else self._no_sync():
                     total = total + run(batch, weight).detach()
-        except OtherRankFailedError as error:
-            release_frames(error)
-            reason = str(error)
-        except torch.OutOfMemoryError as error:
-            if self._is_sharded and self._votes is not None:
+        except (OtherRankFailedError, torch.OutOfMemoryError) as error:
+            if self._is_sharded and self._votes is not None and isinstance(error, torch.OutOfMemoryError):
                 message = (
                     f"out of memory in micro-batches of {share.micro_batch_size} samples. With FSDP the step cannot be "
                     "repeated, because other ranks wait in its collectives. Resume from the last checkpoint with a "
@@ -334,6 +330,19 @@ class HostStep:
             raise OtherRankFailedError(OTHER_RANK_FAILED)
 
 
+class _Zero(torch.autograd.Function):
+    """Returns 0, as a function of parameters, with gradients of zeros that take no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.zeros = [parameter.new_zeros(()).expand_as(parameter) for parameter in parameters]
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return tuple(ctx.zeros)
+
+
 class _Zeros(nn.Module):
     """Stands in for the module inside of DDP for one call; it contains the module, whose buffers DDP collects."""
 
@@ -342,8 +351,8 @@ class _Zeros(nn.Module):
         self.module = module
 
     def forward(self, parameters: list[Tensor]) -> Tensor:
-        """Return 0, as a function of the parameters, with gradients of zeros that take no memory."""
-        return sum((parameter.sum() * 0.0 for parameter in parameters[1:]), parameters[0].sum() * 0.0)
+        """Return 0 as a function of the parameters."""
+        return _Zero.apply(*parameters)  # type: ignore[no-any-return,no-untyped-call]
 
 
 @contextmanager
@@ -440,12 +449,3 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
         for name in values:
             del vars(owner)[name]
         vars(owner).update(before)
-
-
-def copied_state(value: Any) -> Any:
-    """Return a copy of nested dicts and lists, which shares their numbers (a deep copy takes 100 times as long)."""
-    if isinstance(value, dict):
-        twin = copy.copy(value)  # also of a defaultdict
-        twin.update({key: copied_state(entry) for key, entry in value.items()})
-        return twin
-    return value.clone() if isinstance(value, Tensor) else copy.copy(value)

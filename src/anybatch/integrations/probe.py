@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -65,6 +65,7 @@ def rows_of(batch: Batch, numbers: list[int]) -> dict[str, Any]:
     }
 
 
+@cache  # it is asked for in every micro-batch
 def counts_for(labels: str) -> Counts:
     """Return the numbers of items, by kind, for batches with these labels (samples, positions)."""
     given, shifted = count_of(tokens(labels, shift=False)), count_of(tokens(labels))

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from anybatch.core.geometry import checked_int
 from anybatch.core.torch_internals import uncompiled
-from anybatch.core.tree import map_tensors, tensors_of
+from anybatch.core.tree import copied, map_tensors, moved_to, tensors_of
 from anybatch.data.loading import UnitKey
 from anybatch.engine.evaluation import evaluation_mode
 from anybatch.errors import BatchSizeError, LossError
@@ -177,14 +177,13 @@ class _ExactLoss:
 
     def _probe(self, batch: Batch) -> Reduction:
         trainer = self._trainer
-        send_to_device = import_module("accelerate.utils").send_to_device  # the trainer has imported it
         module = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
 
         self._refuse([batch])
 
         def loss(part: Batch, divisor: Tensor | None) -> float:
             torch.manual_seed(0)  # a model that draws masks has the same loss for the same samples
-            inputs = send_to_device(dict(part), trainer.args.device)
+            inputs = moved_to(dict(part), trainer.args.device)
             divisor = divisor if divisor is None else divisor.to(trainer.args.device)
             return float(self.host["compute_loss"](module, inputs, False, num_items_in_batch=divisor))  # noqa: FBT003
 
@@ -339,12 +338,11 @@ def _check_resumed(steps: dict[str, int], steps_per_epoch: int, trainer: Any) ->
 def _undoable(trainer: Any) -> Iterator[Callable[[], None]]:
     """Hold logs back until the context ends, and yield a function that drops them and restores TRL's metrics."""
     logs = list[Any]()
-    metrics = {key: value for key, value in vars(trainer).items() if key.startswith(("_metrics", "_total"))}
-    metrics = loops.copied_state(metrics)
+    metrics = copied({name: value for name, value in vars(trainer).items() if name.startswith(("_metrics", "_total"))})
 
     def undo() -> None:
         logs.clear()
-        vars(trainer).update(loops.copied_state(metrics))
+        vars(trainer).update(copied(metrics))
 
     with loops.replaced(trainer, log=lambda *args, **options: logs.append((args, options))):
         yield undo
