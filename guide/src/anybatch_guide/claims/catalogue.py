@@ -95,9 +95,8 @@ _CLAIMS = (
         ),
         texts={
             "only_if": (
-                "Only with two passes per batch: asked which halves of held-out digits belong together, the network "
-                "is right for {accuracy_joint} of them, after plain accumulation for {accuracy_16}; guessing is right "
-                "for {chance}. A contrastive loss compares "
+                "Only with two passes per batch: matching the halves of held-out digits then succeeds for "
+                "{accuracy_joint}, with plain accumulation for {accuracy_16}, by guessing for {chance}. A contrastive loss compares "
                 "every sample with all others of the batch, and a micro-batch has fewer of them: the gradient is off "
                 "by {plain_error}, and with smaller micro-batches only {accuracy_4} are found. `ab.joint` first "
                 "computes all outputs without gradients, then runs each micro-batch again with the gradient of the "
@@ -129,8 +128,8 @@ _CLAIMS = (
         ),
         texts={
             "only_if": (
-                "Shown for one CPU, where the gradients agree up to rounding ({gradient_error}); nothing in the loop "
-                "depends on the device. In sixteen micro-batches, the step needs "
+                "Only as far as tested: on one CPU here, gradients agree up to rounding ({gradient_error}); nothing in "
+                "the loop depends on the device. In sixteen micro-batches, the step needs "
                 "{memory_ratio} the peak memory of one pass."
             ),
         },
