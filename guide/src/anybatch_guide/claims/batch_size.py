@@ -187,14 +187,14 @@ BATCH_SIZE_CLAIMS = (
         ),
         texts={
             "only_if": (
-                "Only if the rule uses more than the batch sizes, such as the measured noise of the gradient: "
+                "In these three cases, only a rule that uses the measured noise of the gradient works at all sizes: "
                 "linear scaling works for digits with SGD in batches of 256, but not of 1,024. The following "
                 "numbers are for digits with SGD, digits with AdamW, and text with SGD. In the worst case, the loss "
                 "with linear scaling is {linear_digits_sgd}, {linear_digits_adamw} and {linear_text_sgd} the loss "
                 "with the best rate. With square-root scaling it is {sqrt_digits_sgd}, {sqrt_digits_adamw} and "
                 "{sqrt_text_sgd}, and with an unchanged rate {none_digits_sgd}, {none_digits_adamw} and "
                 "{none_text_sgd}. With the noise gain, measured in the middle of a run, it is {gain_digits_sgd}, "
-                "{gain_digits_adamw} and {gain_text_sgd}; but this rule also fails at some sizes of the larger study."
+                "{gain_digits_adamw} and {gain_text_sgd}; but in the larger study, this rule fails at some sizes too."
             ),
         },
         seconds=150,

@@ -96,8 +96,8 @@ _CLAIMS = (
         texts={
             "only_if": (
                 "Only with two passes per batch: matching the halves of held-out digits then succeeds for "
-                "{accuracy_joint}, with plain accumulation for {accuracy_16}, by guessing for {chance}. A contrastive loss compares "
-                "every sample with all others of the batch, and a micro-batch has fewer of them: the gradient is off "
+                "{accuracy_joint}, with plain accumulation for {accuracy_16}, by guessing for {chance}. A contrastive "
+                "loss compares every sample with all others, and a micro-batch has fewer of them: the gradient is off "
                 "by {plain_error}, and with smaller micro-batches only {accuracy_4} are found. `ab.joint` first "
                 "computes all outputs without gradients, then runs each micro-batch again with the gradient of the "
                 "full loss: off by {joint_error}."

@@ -295,9 +295,9 @@ DEVICE_CLAIMS = (
         ),
         texts={
             "only_if": (
-                "Only if the number of samples is divisible by the number of ranks. Otherwise some samples are "
-                "repeated: at most one less than the number of ranks. The sampler repeats samples from the start: on "
-                "two, four and eight ranks {twice_on_2}, {twice_on_4} and {twice_on_8} of {samples} samples count "
+                "Only if the number of samples is divisible by the number of ranks, or with drop_last=True, which "
+                "skips the rest. Otherwise the sampler repeats samples from the start, fewer than the number of ranks: "
+                "on two, four and eight ranks {twice_on_2}, {twice_on_4} and {twice_on_8} of {samples} samples count "
                 "twice, in training and in metrics."
             ),
         },
@@ -384,10 +384,11 @@ DEVICE_CLAIMS = (
         ),
         texts={
             "only_if": (
-                "Only if each layer runs all micro-batches before the next layer starts. Then eight micro-batches "
-                "gather {by_layer} the bytes of one; if they run one after the other, {by_micro_batch}. But layer by "
-                "layer needs more memory: {kept_by_layer} of outputs between layers instead of {kept_by_micro_batch}, "
-                "and {waiting_by_layer} of full gradients instead of {waiting_by_micro_batch}."
+                "Only if each layer runs all micro-batches before the next layer starts, or the weights stay gathered "
+                "between micro-batches. Layer by layer, eight micro-batches gather {by_layer} the bytes of one; one "
+                "after the other, {by_micro_batch}. Layer by layer keeps more outputs between layers ({kept_by_layer} "
+                "instead of {kept_by_micro_batch}), but fewer full gradients ({waiting_by_layer} instead of "
+                "{waiting_by_micro_batch})."
             ),
         },
         seconds=10,
@@ -416,7 +417,7 @@ DEVICE_CLAIMS = (
         texts={
             "only_if": (
                 "The efficiency depends on the link, not on the number eight: {in_one_host} in one host, "
-                "{at_10_gbit} on hosts at 10 Gbit/s, and {at_1_gbit} at 1 Gbit/s. With eight micro-batches per "
+                "{at_10_gbit} on eight hosts at 10 Gbit/s, and {at_1_gbit} at 1 Gbit/s. With eight micro-batches per "
                 "reduction, the last two are {at_10_gbit_accumulated} and {at_1_gbit_accumulated}."
             ),
         },
@@ -441,14 +442,14 @@ DEVICE_CLAIMS = (
         },
         rule=rules.usual_buckets,
         rule_in_words=(
-            "True: 25 or 50 MiB are always less than 2% slower than the best size. True with a condition: less than "
-            "10% slower. False: otherwise."
+            "True: 25 MiB, or 50, is always less than 2% slower than the best size. True with a condition: one of them "
+            "is less than 10% slower. False: otherwise."
         ),
         texts={
             "only_if": (
-                "Buckets of 25 and 50 MiB are at most {most_lost_at_25} and {most_lost_at_50} slower than the best "
-                "size, which is between {least} and {most} MiB, depending on link and model. `anybatch scale` "
-                "measures it."
+                "Only buckets of 25 MiB: at most {most_lost_at_25} slower than the best size, while 50 MiB are up to "
+                "{most_lost_at_50} slower. The best size is between {least} and {most} MiB, depending on link and "
+                "model. `anybatch scale` measures it."
             ),
         },
         is_forecast=True,
