@@ -24,6 +24,17 @@ def figure(chapter: Locator, title: str) -> Locator:
     return chapter.locator("figure").filter(has_text=title)
 
 
+HIDDEN = """ring => [...ring.querySelectorAll('.flying')].flatMap(cell => {
+    const [at, own] = [cell.getBoundingClientRect(), cell.parentElement];
+    return [...ring.querySelectorAll('.number')].filter(number => {
+        const box = number.getBoundingClientRect();
+        return at.width && box.width && !own.contains(number) && !number.parentElement.querySelector('.flying')
+            && box.left < at.right && box.right > at.left && box.top < at.bottom && box.bottom > at.top;
+    });
+}).length"""
+"""Numbers below a chunk that travels."""
+
+
 def gradients(ring: Locator) -> list[str]:
     """Return the numbers in the chunks of each rank, in flight or not."""
     ranks = ring.locator("svg:visible > g:has(.lane)")
@@ -40,6 +51,7 @@ def test_the_all_reduce_can_be_stepped_scrubbed_and_played(chapter: Locator) -> 
     expect(ring.locator("li[aria-current=step]")).to_contain_text("Broadcast")
     time.fill("4.5")
     expect(ring.locator(".flying:visible")).to_have_count(4)
+    assert ring.evaluate(HIDDEN) == 0
     expect(sent).to_have_text("8 of 48 B")
     before = gradients(ring)
     ring.get_by_role("button", name="Next").click()
@@ -55,6 +67,9 @@ def test_the_all_reduce_can_be_stepped_scrubbed_and_played(chapter: Locator) -> 
     expect(sent).to_have_text("48 of 48 B")
     expect(ring.locator("li[aria-current=step]")).to_contain_text("Update")
     assert gradients(ring) == [SUMS] * 4
+    time.press("ArrowLeft")
+    expect(ring.locator("li[aria-current=step]")).to_contain_text("All-reduce")
+    time.press("End")
 
     ring.get_by_role("button", name="Play").click()
     expect(ring.locator("li[aria-current=step]")).to_contain_text("Backward")
