@@ -203,6 +203,7 @@ def works_through_a_split(split: Locator) -> None:
         assert phase_of(split) == "backward"
         expect(count).to_contain_text(f"micro-batch {number} of 4 \u00b7 {number} of 4 added")
         expect(sums).to_have_count(number)
+    blocks.nth(3).evaluate("block => block.getAnimations().forEach(one => one.finish())")
     assert box_of(blocks.nth(3))["x"] > whole + 20
 
 
@@ -236,6 +237,8 @@ def updates_once(split: Locator) -> None:
     assert weights.get_attribute("d") != before
     expect(split.get_by_role("button", name="Next")).to_be_disabled()
     split.get_by_role("radio", name="its mean").check(force=True)
+    expect(split.locator("figcaption").first).to_contain_text("only rounding")  # the usual loop, with equal parts
+    split.get_by_role("radio", name="one sample").check(force=True)
     expect(split.locator("figcaption").first).to_contain_text("The relative error of the sum is 28%")
     expect(split.locator(".sum mfrac")).to_have_text("1K")
     assert split.locator("svg:visible .beyond").first.get_attribute("d")
@@ -244,6 +247,7 @@ def updates_once(split: Locator) -> None:
 def is_ready(split: Locator) -> None:
     """Before the first click the phase is ready, the batch is whole, and nothing is added."""
     split.get_by_role("radio", name="same size").check(force=True)
+    split.get_by_role("radio", name="its sum").check(force=True)
     while (back := split.get_by_role("button", name="Back")).is_enabled():
         back.click()
     expect(split.locator(".count")).to_have_text(f"{READY} \u00b7 0 of 4 added \u00b7 0 updates")
