@@ -14,6 +14,8 @@ export interface Chapter extends Part {
   deeper: Part[];
 }
 
+const sizeFold = (name: keyof typeof import("./batch_size/folds")) => async () => ({ default: (await import("./batch_size/folds"))[name] });
+
 const ENTRIES: (Part & { deeper?: Part[] })[] = [
   {
     id: "gpu-memory",
@@ -74,12 +76,12 @@ const ENTRIES: (Part & { deeper?: Part[] })[] = [
     title: "How large should the batch be?",
     load: () => import("./batch_size/BatchSize.svelte"),
     deeper: [
-      { id: "lengths", title: "Sequences of different lengths", load: () => import("./batch_size/Lengths.svelte") },
-      { id: "noise", title: "Gradient noise, and when a larger batch helps", load: () => import("./batch_size/Noise.svelte") },
-      { id: "strategies", title: "Small, accumulated and unsplit batches: variance and memory", load: () => import("./batch_size/Strategies.svelte") },
-      { id: "sharpness", title: "Sharp and flat minima", load: () => import("./batch_size/Sharpness.svelte") },
-      { id: "spikes", title: "Loss spikes and divergence", load: () => import("./batch_size/Spikes.svelte") },
-      { id: "said-of-size", title: "Claims about batch size, measured", load: () => import("./batch_size/SaidOfSize.svelte") },
+      { id: "lengths", title: "Sequences of different lengths", load: sizeFold("Lengths") },
+      { id: "noise", title: "Gradient noise, and when a larger batch helps", load: sizeFold("Noise") },
+      { id: "strategies", title: "Small, accumulated and unsplit batches: variance and memory", load: sizeFold("Strategies") },
+      { id: "sharpness", title: "Sharp and flat minima", load: sizeFold("Sharpness") },
+      { id: "spikes", title: "Loss spikes and divergence", load: sizeFold("Spikes") },
+      { id: "said-of-size", title: "Claims about batch size, measured", load: sizeFold("SaidOfSize") },
     ],
   },
   { id: "why-wrong", title: "Why is my loss wrong?", load: () => import("./why_wrong/WhyWrong.svelte") },
