@@ -221,7 +221,7 @@ def test_a_foreign_run_sets_the_controls(browser: Browser, server: Served, guide
         expect(place.get_by_label("Data", exact=True)).to_have_value("spirals")
         expect(place.get_by_role("slider", name="Micro-batch")).to_have_attribute("aria-valuetext", "8 samples")
         expect(place.locator("dl div", has_text="peak memory").locator(".note")).to_have_text("measured")
-        expect(place.locator("dl div", has_text="gradient error, step 1").locator("data")).to_be_visible()
+        expect(place.locator("dl div", has_text="update error, step 1").locator("data")).to_be_visible()
         assert other.faults == []
     button(part, "Stop").click()
     expect(button(part, "Train")).to_be_enabled()

@@ -114,7 +114,7 @@ export interface Preset {
 export const PRESETS: readonly Preset[] = [
   { name: "Forgot to divide", change: { mistake: "no_division" }, look: "Four undivided micro-batches make each update four times as large: the bars pass their outline, and the loss leaves the chart." },
   { name: "BatchNorm 4 × 16", change: { task: "shapes", micro_batch_size: 4, accumulation_steps: 16 }, look: "BatchNorm normalizes each micro-batch of four on its own, so the curves separate." },
-  { name: "Exact BatchNorm", change: { task: "shapes", micro_batch_size: 4, accumulation_steps: 16, norm_policy: "exact" }, look: "With the statistics of the whole batch, the curves coincide again. The price is memory." },
+  { name: "Exact BatchNorm", change: { task: "shapes", micro_batch_size: 4, accumulation_steps: 16, norm_policy: "exact" }, look: "With the statistics of the whole batch, the curves coincide again. But this needs almost as much memory as one pass." },
   { name: "Out of memory, repeated", change: { micro_batch_size: 64, memory_limit_kib: 2048 }, look: "64 samples exceed the limit. The engine halves the micro-batch until the step fits, and repeats the step." },
   { name: "Two ranks, unequal", change: { ranks: 2 }, look: "The last batch of an epoch has 29 samples: 15 for one rank, 14 for the other. The update stays exact." },
   { name: "Two spirals", change: { task: "spirals" }, look: "The colour of a point is the network's answer there. Watch the boundary follow the arms." },

@@ -61,12 +61,12 @@ export const CAUSES = {
     title: "BatchNorm uses the statistics of a micro-batch",
     why: "The network computes another function for each split. No divisor fixes that.",
     wrong: "▸nn.BatchNorm2d(channels)",
-    fix: '▸ab.Engine(..., norms="exact")  # or nn.GroupNorm(groups, channels)',
+    fix: '▸ab.Engine(..., norms="exact")  # much memory; or nn.GroupNorm(groups, channels)',
     check: JOB,
   },
   contrastive: {
     title: "The loss compares samples with each other",
-    why: "A sample is compared only with its own micro-batch, so it has fewer negatives.",
+    why: "A sample is compared only with its own micro-batch, so it has fewer negatives. That alone lowers the loss.",
     wrong: "similarity = left @ right.T / temperature\n▸F.cross_entropy(similarity, torch.arange(len(left)))",
     fix: "▸ab.Engine(model, optimizer, ab.joint(encode, loss))",
   },
@@ -88,7 +88,7 @@ export const CAUSES = {
   },
   trainer_tail: {
     title: "A Trainer’s last micro-batch is not full",
-    why: "In the last step, the Trainer divides by the number of micro-batches, so its few last samples count too much.",
+    why: "If the model does not accept num_items_in_batch, the Trainer divides by the number of micro-batches, so the few last samples count too much.",
     wrong: MEAN_OF_MODEL,
     fix: BY_EXACT,
     trainer: "module_ragged",
@@ -102,9 +102,9 @@ export const CAUSES = {
   },
   sampler: {
     title: "DistributedSampler repeats samples",
-    why: "It fills the shares of the ranks with samples from the start of the epoch, which count twice in the last step.",
+    why: "It fills the shares of the ranks with samples from the start of the epoch, which count a second time in the last step.",
     wrong: "▸sampler = DistributedSampler(dataset)",
-    fix: "▸for batch in ab.batches(dataset, effective_batch_size=64):",
+    fix: "▸for batch in ab.batches(dataset, effective_batch_size=64):\n# or drop_last=True, which skips samples",
   },
   no_sync_backward: {
     title: "The forward runs outside no_sync()",

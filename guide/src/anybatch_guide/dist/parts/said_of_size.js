@@ -1,1 +1,0 @@
-(globalThis.anybatchParts??=new Map).set("said_of_size",(exports,require,load)=>{require("app");const e=require("cards");function t(t){e.t(t,{names:[`larger_batch`,`one_rule`,`less_noise`,`sharp`]})}exports.default=t;});
