@@ -188,10 +188,16 @@ def grows_with_each_sample(memory: Locator) -> None:
 # Split, accumulate, update
 
 
+def settle(place: Locator) -> None:
+    """Finish all transitions."""
+    place.page.evaluate("document.getAnimations().forEach(one => one.finish())")
+
+
 def works_through_a_split(split: Locator) -> None:
     """The split opens ready with one whole batch; then its parts move apart and are added, and one update follows."""
     count, blocks, sums = split.locator(".count"), split.locator("svg:visible .block"), split.locator(".sum .on")
     following = split.get_by_role("button", name="Next")
+    settle(split)
     whole = box_of(blocks.nth(3))["x"]
     for number in range(1, 5):
         following.click()
@@ -203,7 +209,7 @@ def works_through_a_split(split: Locator) -> None:
         assert phase_of(split) == "backward"
         expect(count).to_contain_text(f"micro-batch {number} of 4 \u00b7 {number} of 4 added")
         expect(sums).to_have_count(number)
-    blocks.nth(3).evaluate("block => block.getAnimations().forEach(one => one.finish())")
+    settle(split)
     assert box_of(blocks.nth(3))["x"] > whole + 20
 
 
