@@ -38,11 +38,12 @@ from anybatch.core.records import (
     StepRecord,
 )
 from anybatch.events.jsonl import JsonlLog
+from anybatch.events.metrics_log import CometLog, MlflowLog, TensorBoardLog, TrackioLog, WandbLog
 from anybatch.events.plot import plot_losses
-from anybatch.events.tensorboard import TensorBoardLog
 
 __all__ = [
     "CheckpointRecord",
+    "CometLog",
     "DiagnosisRecord",
     "EndRecord",
     "EvaluateRecord",
@@ -51,6 +52,7 @@ __all__ = [
     "JsonlLog",
     "MemoryRecord",
     "MicroBatchRecord",
+    "MlflowLog",
     "Observers",
     "OutOfMemoryRecord",
     "PhaseName",
@@ -62,5 +64,7 @@ __all__ = [
     "StartRecord",
     "StepRecord",
     "TensorBoardLog",
+    "TrackioLog",
+    "WandbLog",
     "plot_losses",
 ]

@@ -14,7 +14,7 @@ import torch
 
 from anybatch.core.records import Record
 from anybatch.errors import UserError
-from anybatch.events.tensorboard import TensorBoardLog
+from anybatch.events.metrics_log import TensorBoardLog
 from tests.events.recorded_run import (
     Clock,
     CountingTensor,

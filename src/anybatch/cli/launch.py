@@ -25,8 +25,8 @@ from anybatch.core.records import Observer, Observers
 from anybatch.core.units import Reserve, describe_reserve, duration, in_bytes, per_second, three_digits
 from anybatch.errors import CheckpointError, RankFailedError, UserError, WorldError
 from anybatch.events.console import Console
+from anybatch.events.metrics_log import LIBRARIES, TensorBoardLog
 from anybatch.events.plot import plot_losses
-from anybatch.events.tensorboard import TensorBoardLog
 from anybatch.memory.device_memory import MEANINGS
 from anybatch.parallel.launchers import find_launch, is_restarted, launch_id, max_restarts
 from anybatch.parallel.world import World
@@ -207,6 +207,7 @@ def _terminal_observers(  # noqa: PLR0917 (for `partial`)
         observers.append(stack.enter_context(TensorBoardLog(folder.tensorboard)))
     except UserError as error:
         missing.append(str(error))
+    observers += [stack.enter_context(LIBRARIES[name](folder.path)) for name in request.loggers]
     return Observers(*observers)
 
 

@@ -26,7 +26,7 @@ from anybatch.parallel.launchers import start_fork_server
 
 OWN_OPTIONS: Final = (
     *(field.name.replace("_", "-") for field in dataclasses.fields(RunConfig)),
-    *("ranks", "out", "resume", "checkpoint-seconds"),
+    *("ranks", "out", "resume", "checkpoint-seconds", "log"),
 )
 
 FOREIGN: Final = {
@@ -108,6 +108,7 @@ class TrainRequest:
     ranks: int | Literal["auto"] | None
     checkpoint_seconds: float | None = None
     config: RunConfig
+    loggers: tuple[str, ...] = ()
     json: Path | None = None
     quiet: bool = False
     verb: ClassVar[str] = "train"
@@ -163,6 +164,7 @@ def read_request(argv: Sequence[str]) -> TrainRequest:
         ranks=args.ranks,
         checkpoint_seconds=args.checkpoint_seconds,
         config=config,
+        loggers=tuple(dict.fromkeys(args.log)),
         json=args.json,
         quiet=args.quiet,
     )
@@ -191,6 +193,13 @@ def make_parser() -> Parser:
         "else start it; never: do not resume, not even after an out-of-memory error or a restart by a launcher",
     )
     add("--checkpoint-seconds", type=number, metavar="X", help="maximum seconds between checkpoints (default: 600)")
+    add(
+        "--log",
+        action="append",
+        choices=("wandb", "mlflow", "trackio", "comet"),
+        default=[],
+        help="also log to this library, in addition to the JSON lines and TensorBoard; repeatable",
+    )
     return parser
 
 
