@@ -2,15 +2,17 @@
 
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.data import default_collate
 
+import anybatch as ab
 from anybatch.core.tree import copied, count_samples, flatten_batch, join_samples, slice_samples, tensors_of
 from anybatch.errors import DataError
 from tests.faults import sees
@@ -244,3 +246,29 @@ def test_leaves_that_cannot_be_joined_are_named() -> None:
         join_samples([{"x": ones, "w": 1.0}, {"x": ones, "w": 2.0}])
     with pytest.raises(DataError, match="batch is "):
         join_samples([ones, torch.ones(2, 4)])
+
+
+class AnyAttribute(dict[str, Any]):
+    """A dict whose keys are also attributes; a missing one is None."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+
+def test_a_dict_with_any_attribute_is_a_batch() -> None:
+    """Fields with names that `ab.batches` uses, and attributes that no field has, do not change how a batch is cut."""
+    batch = AnyAttribute(inputs=torch.randn(6, 3), sizes=torch.arange(6), lengths=torch.arange(6))
+    assert torch.equal(slice_samples(batch, 2, 4)["sizes"], torch.tensor([2, 3]))
+
+    def loss(net: nn.Module, part: Any) -> torch.Tensor:
+        found: torch.Tensor = (net(part.inputs).squeeze(1) - part.sizes).square().mean()
+        return found
+
+    model = nn.Linear(3, 1)
+    loss(model, batch).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    expected = [parameter.detach() - cast("torch.Tensor", parameter.grad) for parameter in model.parameters()]
+    optimizer.zero_grad()
+    ab.Engine(model, optimizer, ab.mean_over_samples(loss), micro_batch_size=4).step(batch)
+    for parameter, updated in zip(model.parameters(), expected, strict=True):
+        assert torch.allclose(parameter, updated, rtol=1e-5)

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
+import anybatch as ab
 from anybatch.cli.main import main
 from anybatch.cli.status import Status
 from anybatch.diagnostics import check_loop
@@ -339,3 +341,17 @@ def test_findings_are_documented() -> None:
     section = text[begin : text.index("In Python:", begin)]
     assert {line.split("`")[1] for line in section.splitlines() if line.startswith("| `")} == set(FINDINGS)
     assert set(FINDINGS) > HARMLESS
+
+
+def with_engine(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+    """Train with an engine."""
+    loss = ab.mean_over_samples(lambda net, batch: nn.functional.cross_entropy(net(batch[0]), batch[1]))
+    engine = ab.Engine(model, optimizer, loss, micro_batch_size=4)
+    for batch in loader:
+        engine.step(batch)
+
+
+def test_a_loop_with_an_engine_is_refused() -> None:
+    """The engine checks its loss itself, and its additional forwards would look like steps of the loop."""
+    with raises(LoopError, "uses_engine"):
+        check_loop(with_engine)

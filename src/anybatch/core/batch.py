@@ -75,8 +75,8 @@ class Placement:
 
 
 def lengths_of(batch: "EffectiveBatch") -> SampleLengths | None:
-    """Return the lengths of a batch's samples; None if the batch (which may be of a user's class) has no lengths."""
-    return getattr(batch, "lengths", None)
+    """Return the lengths of a batch's samples; None for a loaded batch, which may have any field of this name."""
+    return getattr(batch, "lengths", None) if hasattr(type(batch), "feed") else None
 
 
 def select(values: Sequence[T], positions: Positions) -> Sequence[T]:

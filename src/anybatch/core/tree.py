@@ -47,7 +47,7 @@ def is_sliced_as_one(node: object) -> bool:
     """Whether an object is sliced as one leaf: with its `slice_samples`, or as a list with one entry per sample."""
     if type(node) is dict:
         return False
-    return isinstance(node, SampleList) or hasattr(node, "slice_samples")
+    return isinstance(node, SampleList) or hasattr(type(node), "slice_samples")
 
 
 def is_container(node: object) -> bool:
@@ -67,12 +67,12 @@ def is_container(node: object) -> bool:
 
 def can_hold_rows(item: object) -> bool:
     """Whether an object may have one row per sample, or be a sample itself: true for all but plain values."""
-    return is_tensor(item) or hasattr(item, "slice_samples") or is_container(item)
+    return is_tensor(item) or hasattr(type(item), "slice_samples") or is_container(item)
 
 
 def is_tensor(item: object) -> bool:
     """Whether this is a tensor or a numpy array, without importing numpy."""
-    return isinstance(item, torch.Tensor) or (hasattr(item, "__array__") and getattr(item, "ndim", 0) > 0)
+    return isinstance(item, torch.Tensor) or (hasattr(type(item), "__array__") and getattr(item, "ndim", 0) > 0)
 
 
 def _are_strings(node: object) -> bool:
@@ -138,7 +138,7 @@ def carries_samples(leaf: object) -> bool:
     """Whether the first axis of a leaf is the sample axis; a leaf without a sample axis is shared by all samples."""
     if isinstance(leaf, torch.Tensor):
         return leaf.dim() > 0
-    return isinstance(leaf, list) or _are_strings(leaf) or hasattr(leaf, "slice_samples") or is_tensor(leaf)
+    return isinstance(leaf, list) or _are_strings(leaf) or hasattr(type(leaf), "slice_samples") or is_tensor(leaf)
 
 
 def length_of(leaf: Any) -> int:  # noqa: ANN401 (a tensor, list or array)
@@ -210,7 +210,7 @@ def slice_marked(batch: Batch, start: int, stop: int) -> Batch:
             if leaf.is_nested or leaf.layout is not torch.strided:
                 return _rows_of_other_layouts(leaf, start, stop)
             return leaf[start:stop] if leaf.dim() else leaf
-        if hasattr(leaf, "slice_samples"):
+        if hasattr(type(leaf), "slice_samples"):
             return leaf.slice_samples(start, stop)
         if isinstance(leaf, SampleList):
             return SampleList(leaf[start:stop])
@@ -363,7 +363,7 @@ def moved_to(batch: Batch, device: torch.device, *, non_blocking: bool = False) 
     def moved(leaf: Any) -> Any:  # noqa: ANN401 (a tensor or anything else)
         if isinstance(leaf, torch.Tensor):
             return leaf.to(device, non_blocking=non_blocking)
-        return leaf.to(device) if hasattr(leaf, "slice_samples") and hasattr(leaf, "to") else leaf
+        return leaf.to(device) if hasattr(type(leaf), "slice_samples") and hasattr(leaf, "to") else leaf
 
     return map_tree(batch, moved)
 

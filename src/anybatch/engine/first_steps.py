@@ -58,7 +58,7 @@ class FirstSteps:
         if not self._has_begun:
             self._check_rows(batch)
             # Check all batch sizes of a ramp (a size that grows during a run): a later one could end the run.
-            self.sizes.check_splittable(getattr(batch, "sizes", ()))
+            self.sizes.check_splittable(getattr(batch, "sizes", ()) if planned.picks_any else ())
             self._has_begun = True
             if self.notifier.observers:
                 self.start(planned, step)

@@ -81,10 +81,11 @@ class StepPlanner:
         elif not planned.picks_any:  # not from ab.batches
             planned = planned._replace(seed=self._user_seed())
         num_samples, limit = planned.plan.num_samples, self.sizes.sizes.effective_batch_size
-        data_sizes: tuple[int, ...] = getattr(batch, "sizes", ())  # set by ab.batches
+        # Set by ab.batches; the batch of a user may have a field of this name.
+        data_sizes: tuple[int, ...] = getattr(batch, "sizes", ()) if planned.picks_any else ()
         if num_samples != (limit or num_samples) or data_sizes not in ((), (num_samples,)):
             self.sizes.check_batch_size(num_samples)
-            self._warn_of_smaller(batch, num_samples, step)
+            self._warn_of_smaller(batch, data_sizes, num_samples, step)
         if not progress.is_stepped and self.world.call_tracker is not None:
             with self.world.call_tracker.comparing("the first samples of a data set"):
                 check_agreement(batch, planned, self.world)
@@ -98,9 +99,8 @@ class StepPlanner:
             self.user_seed = int(self.world.gather_objects(_seed_of_state(self.modules))[0])
         return self.user_seed
 
-    def _warn_of_smaller(self, batch: Any, num_samples: int, step: int) -> None:  # noqa: ANN401 (any nested batch)
+    def _warn_of_smaller(self, batch: Any, sizes: tuple[int, ...], num_samples: int, step: int) -> None:  # noqa: ANN401
         """Warn if a whole data set, or each of two steps in a row, has fewer samples than the effective batch size."""
-        sizes: tuple[int, ...] = getattr(batch, "sizes", ())
         if len(sizes) == 1 and num_samples < sizes[0] and getattr(batch, "is_whole_epoch", False):
             message = (
                 f"the data set has {num_samples:,} samples, fewer than effective_batch_size={sizes[0]:,}: each step "
@@ -289,7 +289,7 @@ class StepRunner:
         # Save the buffers: if the step is repeated, each attempt starts from them.
         self.retry.state.keep()
         # A batch that loads its samples in each attempt has no tensors that an attempt could change.
-        inputs = None if hasattr(batch, "feed") else InputVersions(batch)
+        inputs = None if hasattr(type(batch), "feed") else InputVersions(batch)
         too_large: tuple[int, ...] = ()
         while True:
             try:

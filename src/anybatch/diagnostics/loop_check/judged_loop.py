@@ -69,7 +69,7 @@ _GUESSES: tuple[tuple[str, Any], ...] = (
     ("world_size|num_", 1),
 )
 """Parts of names of unknown settings, and values that disable logging, evaluation and saving. Other settings are 0."""
-_TRAINER = "transformers.trainer"
+_TRAINER, _ENGINE = "transformers.trainer", "anybatch.engine.engine"
 _RANK_NAMES = frozenset(
     {"DistributedDataParallel", "no_sync", "DistributedSampler", "all_reduce", "get_rank", "get_world_size"}
 )
@@ -96,6 +96,11 @@ def _roles_in_signature(function: Callable[..., Any], names_used: frozenset[str]
     if _TRAINER in names_used and "model" not in roles.values():
         message = f"{name} trains with a Trainer of transformers: check it with ab.check(trainer)."
         raise LoopError(message, code="uses_trainer")
+    if _ENGINE in names_used:
+        message = (
+            f"{name} uses ab.Engine, whose first step checks the loss. For more, use ab.check(model, loss, batch)."
+        )
+        raise LoopError(message, code="uses_engine")
     if unknown or not ("model" in roles.values() and {"loader", "dataset", "get_batch"} & set(roles.values())):
         unclear = f"has unknown parameters: {', '.join(unknown)}"
         needs = f"needs a model, and a loader or a data set, and has {', '.join(roles) or 'no parameter'}"
@@ -126,11 +131,13 @@ def _names_used(function: Callable[..., Any]) -> frozenset[str]:
         imported = {getattr(scope.get(name), "__name__", name).partition(".")[0] for name in code.co_names}
         if imported & {"transformers", "trl"} and any(n.endswith("Trainer") and n not in scope for n in code.co_names):
             names.add(_TRAINER)
+        if "anybatch" in imported and "Engine" in code.co_names:
+            names.add(_ENGINE)
         pending += [constant for constant in code.co_consts if isinstance(constant, CodeType)]  # nested functions
         for value in (scope[name] for name in code.co_names if name in scope):
             if inspect.isclass(value) or inspect.isfunction(value):
                 names.add(value.__name__)
-                names.update(_TRAINER for base in getattr(value, "__mro__", ()) if base.__module__ == _TRAINER)
+                names.update({base.__module__ for base in getattr(value, "__mro__", ())} & {_TRAINER, _ENGINE})
             if inspect.isfunction(value) and value.__globals__ is scope:
                 pending.append(value.__code__)
             if inspect.isclass(value) and value.__module__ == inner.__module__:
