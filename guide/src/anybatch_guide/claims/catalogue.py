@@ -95,7 +95,7 @@ _CLAIMS = (
         ),
         texts={
             "only_if": (
-                "Only with two passes per batch: matching the halves of held-out digits then succeeds for "
+                "Only with two passes per batch: finding the other half of a held-out digit then succeeds for "
                 "{accuracy_joint}, with plain accumulation for {accuracy_16}, by guessing for {chance}. A contrastive "
                 "loss compares every sample with all others, and a micro-batch has fewer of them: the gradient is off "
                 "by {plain_error}, and with smaller micro-batches only {accuracy_4} are found. `ab.joint` first "
