@@ -101,14 +101,17 @@ def test_a_run_that_is_cancelled_leaves_no_rank(started: Callable[[], list[BaseP
     assert started() == []
 
 
-def test_a_dead_rank_is_reported(started: Callable[[], list[BaseProcess]]) -> None:
-    """If a rank is killed during a run, the run ends with an error, and the other rank ends too."""
+@pytest.mark.parametrize("num_killed", [1, 2])
+def test_a_dead_rank_is_reported(started: Callable[[], list[BaseProcess]], num_killed: int) -> None:
+    """If ranks are killed during a run, the run ends with an error, and the other rank ends too."""
     lines: list[Line] = []
 
     def emit(line: Line) -> None:
         lines.append(line)
         if len(lines) == 20:
-            os.kill(started()[0].pid or 0, signal.SIGKILL)
+            for process in started()[:num_killed]:  # the answer to the last message fails too
+                process.kill()
+                process.join()
 
     with pytest.raises(RankError):
         run(TWO, emit)

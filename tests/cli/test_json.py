@@ -110,7 +110,7 @@ ERRORS = {
     f"train {SPEC} --lr 1": (Status.USAGE, "usage"),
     f"train {SPEC} --steps 0": (Status.USAGE, "usage"),
     "check --loop loop.py:missing": (Status.USAGE, "no_function"),
-    "check broken.py": (Status.UNEXPECTED, "unexpected"),
+    "check divides_by_zero.py": (Status.UNEXPECTED, "unexpected"),
 }
 
 
@@ -118,7 +118,7 @@ ERRORS = {
 @pytest.mark.parametrize("command", ERRORS)
 def test_errors_are_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """An error is an object too, with a code and the exit status, and still a sentence on standard error."""
-    Path("broken.py").write_text("def job(): 1 / 0\n", encoding="utf-8")
+    Path("divides_by_zero.py").write_text("def job(): 1 / 0\n", encoding="utf-8")
     status, code = ERRORS[command]
     words = command.split()
     assert main([*words, "--json"]) == status

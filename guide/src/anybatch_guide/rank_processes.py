@@ -1,5 +1,6 @@
 """A playground run on several ranks: processes on this machine that communicate with gloo."""
 
+import contextlib
 import pickle
 import tempfile
 import traceback
@@ -85,7 +86,8 @@ class RankProcesses:
                 case _:
                     open_pipes.remove(pipe)
                     continue
-            _send(pipe, metrics.is_stepped)
+            with contextlib.suppress(ConnectionError):  # if the rank has ended, the next message is its end
+                _send(pipe, metrics.is_stepped)
 
     def __enter__(self) -> Self:
         return self
