@@ -1,8 +1,6 @@
 """A playground run on two ranks equals the run on one: results, streaming, and control from the parent process."""
 
 import multiprocessing
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
